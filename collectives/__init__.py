@@ -16,6 +16,7 @@ from collectives.launcher import is_live_terminal, launched_rank
 from collectives.progress.work import Work
 from collectives.selection.table import Table
 from collectives.transports.segments import EAGER_BYTES
+from collectives.transports.traffic import network_bytes
 
 os.environ.setdefault("OMPI_MCA_btl_tcp_eager_limit", str(EAGER_BYTES))  # Open MPI reads it when it starts
 
@@ -27,6 +28,7 @@ __all__ = [
     "is_live_terminal",
     "launched_rank",
     "leave_together",
+    "network_bytes",
     "on_all_ranks",
     "set_deadline",
     "set_failure_file",

@@ -8,14 +8,18 @@ The main job is `mpirun -np N python -m mpitrain`. Importing this package import
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mpitrain import optim as optim
+
 if TYPE_CHECKING:
     from mpitrain.axes import mesh
+    from mpitrain.batch_norm import convert_sync_batchnorm
     from mpitrain.init import initialize
     from mpitrain.monitor.adding import Callback, log
     from mpitrain.monitor.sinks import Sink
     from mpitrain.sharding import (
         EMA,
         CPUOffloadPolicy,
+        DiLoCo,
         GradScaler,
         MixedPrecisionPolicy,
         checkpoint_activations,
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
         sync_buffers,
         unshard,
     )
+    from mpitrain.sharding.compression import compress_gradients, power_sgd, top_k
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights
@@ -37,12 +42,15 @@ __all__ = [
     "EMA",
     "CPUOffloadPolicy",
     "Callback",
+    "DiLoCo",
     "GradScaler",
     "MixedPrecisionPolicy",
     "Sink",
     "StagePlan",
     "checkpoint_activations",
     "clip_grad_norm_",
+    "compress_gradients",
+    "convert_sync_batchnorm",
     "export_weights",
     "full_state_dict",
     "fully_shard",
@@ -55,10 +63,12 @@ __all__ = [
     "mesh",
     "num_parameters",
     "pipeline",
+    "power_sgd",
     "save",
     "summary",
     "sync_buffers",
     "tensor_parallel",
+    "top_k",
     "unshard",
 ]
 
@@ -66,6 +76,8 @@ _MODULES = {
     "Callback": "monitor.adding",
     "Sink": "monitor.sinks",
     "StagePlan": "stages",
+    "compress_gradients": "sharding.compression",
+    "convert_sync_batchnorm": "batch_norm",
     "export_weights": "weights",
     "full_state_dict": "weights.full_state",
     "initialize": "init",
@@ -75,8 +87,10 @@ _MODULES = {
     "log": "monitor.adding",
     "mesh": "axes",
     "pipeline": "stages",
+    "power_sgd": "sharding.compression",
     "save": "weights.state",
     "tensor_parallel": "tensor",
+    "top_k": "sharding.compression",
 }
 """The modules that define public names. The other names are defined in `sharding`."""
 

@@ -5,6 +5,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import collectives
@@ -21,6 +22,11 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain bench data                            time the reading of documents, beside other libraries (one process)
        python -m mpitrain bench monitoring                      time sinks, report and watch (one process)
        python -m mpitrain bench clocks [--minutes M]            prove how well traces align the clocks of hosts (under mpirun)
+       python -m mpitrain bench batch-norm                      time SyncBatchNorm, beside one over Gloo (under mpirun)
+       python -m mpitrain bench muon                            time Muon's step, beside AdamW's (under mpirun)
+       python -m mpitrain bench wire [--beside FILE]            bytes and time of a step for each format between nodes (under mpirun)
+       python -m mpitrain bench losses [--cases NAME,..]        what fewer bytes between nodes cost in loss (under mpirun)
+       python -m mpitrain bench compression                     time PowerSGD beside torch's hook (under mpirun; --help shows more)
        python -m mpitrain bench --report FILE ...               combine the figures of several launches (one process, no mpirun)
        python -m mpitrain memory --np N [--nodes M] [--json]    predict the memory of a run with these settings (one process)
        python -m mpitrain plan --model M --ranks N --machine X  find the fastest layout of a large run (one process; --help shows more)
@@ -33,6 +39,16 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
        python -m mpitrain doctor [--run DIR] [--clean]          check the installation; under mpirun the cluster (--help shows more)
 """
+
+_BENCHES = {
+    "batch-norm": "mpitrain.bench.parts.batch_norm",
+    "clocks": "mpitrain.bench.clocks",
+    "compression": "mpitrain.bench.network.compression",
+    "losses": "mpitrain.bench.network.losses",
+    "muon": "mpitrain.bench.parts.muon",
+    "wire": "mpitrain.bench.network.wire",
+}
+"""The modules of benchmarks under mpirun, by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,10 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command == "train":
             _train(words, comm, show_usage=asked_for_help)
-        elif command == "bench" and words[:1] == ["clocks"]:
-            from mpitrain.bench.clocks import main as clocks_bench
-
-            clocks_bench(words[1:], comm)
+        elif command == "bench" and words[:1] and words[0] in _BENCHES:
+            import_module(_BENCHES[words[0]]).main(words[1:], comm)
         elif command == "bench":
             from mpitrain.bench.command import main as bench
 

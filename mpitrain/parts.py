@@ -222,6 +222,11 @@ def stages_of(params: Iterable[Any]) -> Communicator | None:
     return next((part.stages for param in params if (part := part_of(param)) is not None), None)
 
 
+def tensor_ranks_of(params: Iterable[Any]) -> Communicator | None:
+    """The ranks among which `tensor_parallel` has cut a model with these parameters; None for a model that is not cut."""
+    return next((part.over for param in params if (part := part_of(param)) is not None), None)
+
+
 def mark_input(module: Any, comm: Communicator) -> None:
     """All ranks of `comm` call `module` with the same stream of activations."""
     module.ranks_with_input = comm

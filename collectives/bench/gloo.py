@@ -25,6 +25,15 @@ class Gloo:
         torch.set_num_threads(1)
         self._comm, self._torch, self._dist = comm, torch, dist
 
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._comm.size
+
+    def all_reduce(self, x: Any) -> None:
+        """The bare call, for code that has a communicator's `all_reduce`."""
+        self._dist.all_reduce(x)
+
     def call(self, operation: str, arrays: Arrays) -> Call:
         dtype = dtype_of(arrays.whole.dtype).name
         kind, size = getattr(self._torch, dtype), self._comm.size

@@ -13,6 +13,7 @@ from collectives.arrays.dtypes import MOVED, TABLE
 from collectives.bench.units import show_bytes
 from collectives.commands.terminal import Commands, console
 from collectives.selection.selector import ALGORITHMS
+from collectives.selection.wire import load_codec
 
 
 def add_parser(commands: Commands) -> None:
@@ -30,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
     folder = memory.folder()
     with comm.together(f"shared-memory folder {folder}"):
         room = os.statvfs(folder)
+    codecs = dict.fromkeys(comm.all_gather_object(load_codec(comm.node)[:2]))
     nodes: dict[str, int] = {}
     for name in comm.all_gather_object(os.uname().nodename):
         nodes[name] = nodes.get(name, 0) + 1
@@ -48,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
         )
         for label, text in cuda.info_lines():
             table.add_row(label, Text(text))  # a Text, so that brackets are not read as markup
+        table.add_row("codec of links", Text(", ".join(f"{name} ({why})" for name, why in codecs)))
         table.add_row("dtypes", ", ".join(TABLE))
         table.add_row("only moved", ", ".join(MOVED))
         for operation in ALGORITHMS:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
+from collectives.transports.transport import Counts
 
 _MAX_INT = (1 << 31) - 1  # the largest int in MPI's C interface
 
@@ -81,6 +82,40 @@ def fit(
             f"{operation}: {part_name} overlaps {whole_name}, but is not rank {rank}'s part of {whole_name}; pass that part, or a copy"
         )
     return lengths, in_place
+
+
+def counts_of_exchange(
+    send: Iterable[int] | None, recv: Iterable[int] | None, size: int, *, x: Buffer, out: Buffer
+) -> Counts | None:
+    """The number of elements of each part that a rank sends and receives in all_to_all; None: all parts are equal.
+
+    TypeError if the counts are not integers, ValueError if they do not fit the arrays, or if the arrays do not fit each other."""
+    if send is None and recv is None:
+        if x.dtype != out.dtype or x.size != out.size or x.size % size:
+            raise ValueError(
+                f"all_to_all: x has {x.size} elements of {x.dtype.name}, out {out.size} of {out.dtype.name}; "
+                f"expected the same dtype and number, divisible by {size} ranks"
+            )
+        return None
+    if send is None or recv is None:
+        raise ValueError("all_to_all: only one of send_counts and recv_counts is given; expected both or neither")
+    found = []
+    for name, given, array_name, array in (("send_counts", send, "x", x), ("recv_counts", recv, "out", out)):
+        try:
+            counts = [index(count) for count in given]
+        except TypeError:
+            raise TypeError(
+                f"all_to_all: {name} is {given!r}; expected integers, the number of elements of each rank"
+            ) from None
+        if len(counts) != size or min(counts) < 0 or sum(counts) != array.size:
+            raise ValueError(
+                f"all_to_all: {name} has {len(counts)} numbers, the smallest {min(counts, default=0)}, with the sum {sum(counts)}; "
+                f"expected {size} numbers of at least 0, one for each rank, with the sum {array.size}, the elements of {array_name}"
+            )
+        found.append(counts)
+    if x.dtype != out.dtype:
+        raise ValueError(f"all_to_all: x is {x.dtype.name}, but out is {out.dtype.name}; expected the same dtype")
+    return Counts(*found)
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:

@@ -17,4 +17,6 @@ class Call:
     root: int | None = None
     counts: Sequence[int] | None = None
     accumulate: str | None = None
+    sizes_differ: bool = False  # between the ranks, so that no rank knows those of the others
     async_op: bool = False
+    is_encoded: bool = False  # of a call in a group: whether "encoded" carries it out

@@ -13,6 +13,7 @@ from collectives.communicator.call import Call
 from collectives.communicator.group import Group, WaitingCall
 from collectives.communicator.messages import Messages
 from collectives.communicator.operations import Collectives
+from collectives.selection.selector import UNENCODED
 from collectives.transports.message import Message
 
 if TYPE_CHECKING:  # this import starts MPI
@@ -123,6 +124,8 @@ def _sharing(call: Call) -> Any:
     b = call.arrays[0]
     if call.operation not in _CAN_SHARE or b.device is not None or b.flat.nbytes > _SHARED_BYTES:
         return None
+    if call.is_encoded:  # packed arrays would share the scales of blocks
+        return None
     # A broadcast only moves bytes, so arrays of different dtypes can be packed.
     kind = "bytes" if call.operation == "broadcast" else b.dtype.name
     return call.operation, kind, call.algorithm, call.op, call.root, call.accumulate
@@ -137,6 +140,8 @@ def _carry_out_as_one(collectives: Collectives, calls: list[Call]) -> None:
         flats = [flat.view(np.uint8) for flat in flats]
     packed = np.concatenate(flats)
     options = {key: getattr(calls[0], key) for key in ("algorithm", "op", "root", "accumulate")}
+    if options["algorithm"] == "auto":
+        options["algorithm"] = UNENCODED
     getattr(collectives, name)(packed, **{key: value for key, value in options.items() if value is not None})
     begin = 0
     for call, flat in zip(calls, flats, strict=True):

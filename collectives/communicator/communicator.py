@@ -6,6 +6,7 @@ or has an unsupported dtype, ValueError for non-contiguous or read-only arrays a
 (`checked=True` or MPITRAIN_DEBUG=1) also compares the calls between the ranks.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, SupportsIndex, overload
@@ -30,8 +31,12 @@ from collectives.progress.queue import AsyncQueue
 from collectives.progress.unusable import Freed
 from collectives.progress.work import Deferred, Progress, Work
 from collectives.selection import table_cache
+from collectives.selection import wire as wires
+from collectives.selection.selector import EXACT
 from collectives.selection.table import Table, built_in
 from collectives.transports.node.memory import NodeMemory
+
+_log = logging.getLogger("collectives")
 
 
 class Communicator:
@@ -59,8 +64,12 @@ class Communicator:
         _is_node: bool = False,
         _memory: NodeMemory | None = None,
         _name: str = "",
+        _wire: str = EXACT,
     ) -> None:
-        """`_memory`: the node memory of another communicator of the same ranks. `_name`: this communicator's name in reports."""
+        """`_memory`: the node memory of another communicator of the same ranks. `_name`: this communicator's name in reports.
+
+        `_wire`: the format of data between nodes.
+        """
         # These imports start MPI, so they are not at the top.
         from mpi4py import MPI
 
@@ -85,6 +94,7 @@ class Communicator:
         # Communicators that this one has made for itself, in the same order on all ranks: they get its table and are freed with it.
         self._relatives: list[Communicator] = []
         self._twin: Communicator | None = None  # the relative that the progress thread uses
+        self._auto_wire: str | None = None  # the network format that "auto" has chosen
         of_node: Transports | NodeMemory
         if _is_node:
             self.node: Communicator = self
@@ -101,14 +111,21 @@ class Communicator:
             )
             self._relatives.append(self.node)
             grid, of_node = _ranks_by_node(mpi, self.node.mpi), self.node._transports
-        self._transports: Transports = Transports(mpi, grid, table, of_node=of_node, across=self._across)
+        self._transports: Transports = Transports(mpi, grid, table, of_node=of_node, across=self._across, wire=_wire)
         self.nodes: Sequence[Sequence[int]] = grid
         self.placement = self._transports.placement
         self.num_nodes = self.placement.num_nodes
         memory = self._transports.memory
         if memory is not None:
             memory.on_change(self._plans.forget)  # an address may change from private to node memory, or back
-        self._devices = Devices(mpi, placement=self.placement, recorder=self._recorder, flush=self._queue.flush)
+        self._devices = Devices(
+            mpi,
+            placement=self.placement,
+            away=self._transports.away,
+            recorder=self._recorder,
+            flush=self._queue.flush,
+            wire=lambda: self._transports.selector.wire,
+        )
         self._dispatch: Dispatch = Dispatch(
             rank=self.rank,
             size=self.size,
@@ -220,9 +237,22 @@ class Communicator:
         """
         return self._collectives.scatter(out, x, root, algorithm, async_op)
 
-    def all_to_all(self, out: Any, x: Any, *, algorithm: str = "auto", async_op: bool = False) -> Any:
-        """Part i of `x` goes to rank i; part i of `out` comes from rank i. All parts have the same size. Returns `out`, or a Work."""
-        return self._collectives.all_to_all(out, x, algorithm, async_op)
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Any:
+        """Part i of `x` goes to rank i; part i of `out` comes from rank i. Returns `out`, or a Work with `async_op`.
+
+        `send_counts`, `recv_counts`: the number of elements of each part of `x` and of `out`, if these differ; a part may be empty.
+        All ranks pass both or neither. `recv_counts[i]` is rank i's `send_counts` for this rank.
+        """
+        return self._collectives.all_to_all(out, x, send_counts, recv_counts, algorithm, async_op)
 
     # Messages between two ranks
 
@@ -352,11 +382,21 @@ class Communicator:
             self.mpi.Free()
         self._plans.forget()
 
-    def _like_this(self, mpi: Any, *, _memory: NodeMemory | None = None) -> "Communicator":
+    def _like_this(
+        self, mpi: Any, *, _memory: NodeMemory | None = None, _name: str = "", wire: str | None = None
+    ) -> "Communicator":
         """A Communicator with the settings of this one, for `mpi`: an mpi4py communicator of some or all of its ranks."""
-        return Communicator(
-            mpi, progress=self._queue.progress.of_process, checked=self.checked, table=self.table, _memory=_memory
+        made = Communicator(
+            mpi,
+            progress=self._queue.progress.of_process,
+            checked=self.checked,
+            table=self.table,
+            _memory=_memory,
+            _name=_name,
+            _wire=self._transports.wire if wire is None else wire,
         )
+        made._auto_wire = self._auto_wire
+        return made
 
     def _on_progress(self) -> "Communicator":
         """The communicator that carries out asynchronous operations: this one, or its twin for the progress thread."""
@@ -370,9 +410,58 @@ class Communicator:
 
     def _across(self) -> Transports:
         """The transports between this rank and the ranks of the same local number on the other nodes. Collective."""
-        across = self._like_this(self.mpi.Split(self.node.rank))
+        node = next(node for node, ranks in enumerate(self.nodes) if self.rank in ranks)
+        across = self._like_this(self.mpi.Split(self.node.rank, node), wire=EXACT)
         self._relatives.append(across)
         return across._transports
+
+    # The format of data between nodes (docs/network.md)
+
+    def with_wire(self, wire: str | Mapping[str, str]) -> "Communicator":
+        """A communicator of the same ranks that sends fp32, bf16 and fp16 elements between nodes in a smaller format. Collective.
+
+        `wire`: "fp32" (elements as they are), "bf16", "fp16", "int8", "fp8" or "auto", which measures, and takes int8 where it is much
+        faster, else fp32. `{"node": "fp32", "network": "int8"}` means the same as "int8". The format applies to sums and averages by
+        `all_reduce` and `reduce_scatter` and to `all_gather`, with `algorithm` "encoded", and with "auto" if the array has more than
+        1,024 elements for each rank. The new communicator shares the node memory of this one, and is freed with it; its splits keep
+        the format. ValueError on all ranks for an unknown format, or if the ranks ask for different ones.
+        """
+        self._queue.flush()
+        with self.together("with_wire"):
+            network = wires.network_format(wire)
+        if any(other != network for other in self.all_gather_object(network)):
+            with self.together("with_wire"):
+                raise ValueError(
+                    f"the network format is {network!r} here, but not on all ranks; ask for the same on every rank"
+                )
+        is_auto = network == wires.AUTO
+        with self._recorder.enter("with_wire"):
+            made = self._like_this(
+                self.mpi.Dup(),
+                _memory=self.node._transports.memory,
+                _name=f"{self._recorder.log.name} with_wire {network}".strip(),
+                wire=wires.SMALL if is_auto else network,
+            )
+        self._relatives.append(made)
+        transports = made._transports
+        why_not = transports.selector.why_not("all_reduce", "encoded", dtype=TABLE["float32"], nbytes=0, op="sum")
+        if why_not is None:
+            wires.load_codec(self.node)
+            if is_auto:
+                self._auto_wire = made._auto_wire = self._auto_wire or wires.measured(made)
+                transports.use(made.table, self._auto_wire)
+            return made
+        if network != EXACT and self.num_nodes > 1 and self.rank == 0:
+            level = logging.INFO if is_auto else logging.WARNING
+            _log.log(level, "wire %r: elements are sent between nodes as they are: 'encoded' %s", network, why_not)
+        if is_auto:
+            transports.use(made.table, EXACT)
+        return made
+
+    @property
+    def wire(self) -> dict[str, str]:
+        """The formats that are used: `{"node": "fp32", "network": format}`; "fp32" where "encoded" cannot work, such as on one node."""
+        return {"node": EXACT, "network": self._transports.selector.wire}
 
     # The choice of algorithms
 
@@ -400,7 +489,7 @@ class Communicator:
         self._take(new)
 
     def _take(self, table: Table) -> None:
-        self._transports.use(table)
+        self._transports.use(table, self._transports.wire)
         self._plans.forget()
         for other in self._relatives:
             other._take(table)
@@ -491,6 +580,7 @@ def for_callbacks(comm: Communicator, name: str, in_front: Callable[[Progress], 
             progress=Deferred(),  # the Progress of `comm` belongs to the caller's thread
             checked=comm.checked,
             table=comm.table,
+            _wire=comm._transports.wire,
             _name=f"{comm._recorder.log.name} in {name}".strip(),
         )
     comm._relatives.append(own)

@@ -32,6 +32,7 @@ class Repeated(Enum):
 
 
 DONE = Repeated.DONE
+_LONG = 1 << 40  # bytes: ranks whose arrays have different sizes choose the algorithm of long arrays
 
 
 class Dispatch:
@@ -80,13 +81,14 @@ class Dispatch:
             return carry_out(self)
         self._queue.progress.pending()  # an error on a communicator that was freed
         on_device = any(b.device is not None for b in call.arrays)
+        chosen = call.algorithm
         if not (on_device and call.algorithm == "nccl"):
-            self._choose(
-                call, call.arrays[0].nbytes, "private"
-            )  # a wrong algorithm is an error now, not at the operation's turn
+            # a wrong algorithm is an error now, not at the operation's turn
+            chosen = self._choose(call, call.arrays[0].nbytes, "private")
         if group is not None:
             if async_op:
                 raise ValueError("group: operations within a group take no async_op")
+            call.is_encoded = chosen == "encoded"
             group.add(call, partial(carry_out, self), result)
             return result
         if on_device:
@@ -123,9 +125,14 @@ class Dispatch:
         """The algorithm. ValueError if the caller's algorithm is unknown or cannot work."""
         if call.operation in ("gather", "scatter"):
             nbytes *= self.size  # here a rank knows only its own part
-        return self.transports.selector.choose(
-            call.operation, call.algorithm, dtype=call.arrays[0].dtype, nbytes=nbytes, memory=memory
+        if call.sizes_differ:
+            nbytes = _LONG
+        chosen = self.transports.selector.choose(
+            call.operation, call.algorithm, dtype=call.arrays[0].dtype, nbytes=nbytes, memory=memory, op=call.op
         )
+        # MPI's displacements are C ints, and whether they suffice depends on the rank.
+        is_limited = call.sizes_differ and call.algorithm == "auto" and chosen == "mpi"
+        return "pairwise" if is_limited else chosen
 
     def begin(self, call: Call) -> Entry:
         """Choose the algorithm, and enter the operation in the flight record; in checked mode compare it between the ranks."""
@@ -149,6 +156,8 @@ class Dispatch:
         memory = self.transports.memory
         place = "private memory" if memory is None else memory.place(b.flat)
         words = f"{call.operation}({size} x {name}, {said}, in {place})"
+        if call.sizes_differ:
+            words = f"{call.operation}(parts of {name}, {said})"
         entry = self._recorder.enter(call.operation, words, call.root, call.op, size, name)
         with entry.failing():
             entry.by(self._choose(call, b.flat.nbytes, where))
@@ -183,9 +192,14 @@ class Dispatch:
         entry.leave()  # instead of a `with`, which takes 0.2 us
         return DONE
 
-    def keep_plan(self, key: Hashable, entry: Entry, *arguments: Any) -> None:
-        """Keep the plan of a call that was carried out on `arguments`, if its transport makes plans."""
-        planner = None if key is None else self.transports.planner(entry.algorithm)
+    def keep_plan(self, key: Hashable, call: Call, entry: Entry, *arguments: Any) -> None:
+        """Keep the plan of a call that was carried out on `arguments`, if its transport makes plans.
+
+        Arrays in GPU memory have no plan: `arguments` are then copies in host memory, which only this call has made and uses.
+        """
+        if key is None or any(b.device is not None for b in call.arrays):
+            return
+        planner = self.transports.planner(entry.algorithm)
         if planner is not None:
             flats = [array for array in arguments if isinstance(array, np.ndarray)]
             if flats[0].dtype.kind == "c":

@@ -15,7 +15,7 @@ import numpy as np
 from collectives.arrays.buffer import Buffer
 from collectives.arrays.dtypes import TABLE, DType, effective_op
 from collectives.arrays.reduction import copy
-from collectives.communicator.arguments import fit, overlap, rank_of
+from collectives.communicator.arguments import counts_of_exchange, fit, overlap, rank_of
 from collectives.communicator.call import Call
 from collectives.communicator.dispatch import DONE, Dispatch
 from collectives.selection.selector import WITHIN_NODE
@@ -52,7 +52,7 @@ class Collectives:
             with dispatch.begin(call) as entry:
                 flat, dtype = _wide(b, entry.algorithm, accumulate)
                 dispatch.transports.of(entry.algorithm).all_reduce(flat, raw, dtype)
-                dispatch.keep_plan(key, entry, flat, raw, dtype)
+                dispatch.keep_plan(key, call, entry, flat, raw, dtype)
             if dtype is not b.dtype:
                 copy(b.flat, flat)
             return b.result()
@@ -73,7 +73,7 @@ class Collectives:
             with dispatch.begin(call) as entry:
                 dispatch.transports.of(entry.algorithm).all_gather(dst.flat, src.flat, lengths)
                 if not in_place:
-                    dispatch.keep_plan(key, entry, dst.flat, src.flat, lengths)
+                    dispatch.keep_plan(key, call, entry, dst.flat, src.flat, lengths)
             return dst.result()
 
         return self._issue(async_op, call, carry_out, out)
@@ -106,7 +106,7 @@ class Collectives:
                 mine = dst.flat if dtype is src.dtype else np.empty(dst.flat.size, dtype.numpy)
                 dispatch.transports.of(entry.algorithm).reduce_scatter(mine, flat, raw, lengths, dtype)
                 if not in_place:
-                    dispatch.keep_plan(key, entry, mine, flat, raw, lengths, dtype)
+                    dispatch.keep_plan(key, call, entry, mine, flat, raw, lengths, dtype)
             if dtype is not src.dtype:
                 copy(dst.flat, mine)
             return dst.result()
@@ -131,7 +131,7 @@ class Collectives:
                 return b.result()
             with dispatch.begin(call) as entry:
                 dispatch.transports.of(entry.algorithm).broadcast(b.flat, root)
-                dispatch.keep_plan(key, entry, b.flat, root)
+                dispatch.keep_plan(key, call, entry, b.flat, root)
             return b.result()
 
         return self._issue(async_op, call, carry_out, x)
@@ -198,30 +198,38 @@ class Collectives:
 
         return self._issue(async_op, call, carry_out, out)
 
-    def all_to_all(self, out: Any, x: Any, algorithm: str, async_op: bool) -> Any:
+    def all_to_all(
+        self,
+        out: Any,
+        x: Any,
+        send_counts: Sequence[int] | None,
+        recv_counts: Sequence[int] | None,
+        algorithm: str,
+        async_op: bool,
+    ) -> Any:
         src, dst = Buffer(x, "x"), Buffer(out, "out", write_only=True)
-        if src.dtype != dst.dtype or src.size != dst.size or src.size % self.size:
-            raise ValueError(
-                f"all_to_all: x has {src.size} elements of {src.dtype.name}, out {dst.size} of {dst.dtype.name}; "
-                f"expected the same dtype and number, divisible by {self.size} ranks"
-            )
+        counts = counts_of_exchange(send_counts, recv_counts, self.size, x=src, out=dst)
         if overlap(src, dst):
             raise ValueError("all_to_all: x and out overlap; pass two separate arrays")
-        call = Call("all_to_all", (src, dst), algorithm)
+        call = Call("all_to_all", (src, dst), algorithm, sizes_differ=counts is not None)
 
         def carry_out(dispatch: Dispatch) -> Any:
-            if dst.device is not None and dispatch.devices.carry_out(call, (dst, src)):
+            if dst.device is not None and dispatch.devices.carry_out(call, (dst, src), counts):
                 return dst.result()
             with dispatch.begin(call) as entry:
-                dispatch.transports.of(entry.algorithm).all_to_all(dst.flat, src.flat)
+                dispatch.transports.of(entry.algorithm).all_to_all(dst.flat, src.flat, counts)
             return dst.result()
 
         return self._issue(async_op, call, carry_out, out)
 
 
 def _wide(b: Buffer, algorithm: str, accumulate: str | None) -> tuple[np.ndarray, DType]:
-    """The array to reduce and its dtype: with `accumulate` an fp32 copy of fp16 or bf16, unless `algorithm` adds in fp32 anyway."""
-    if accumulate is None or not b.dtype.is_half or algorithm in ("mpi", *WITHIN_NODE):
+    """The array to reduce and its dtype: with `accumulate`, and for "encoded", an fp32 copy of fp16 or bf16.
+
+    The algorithms that add in fp32 anyway get no copy.
+    """
+    wants_fp32 = algorithm == "encoded" or (accumulate is not None and algorithm not in ("mpi", *WITHIN_NODE))
+    if not b.dtype.is_half or not wants_fp32:
         return b.flat, b.dtype
     wide = np.empty(b.flat.size, np.float32)
     copy(wide, b.flat)

@@ -40,7 +40,7 @@ def key_of(x: Any) -> Hashable:
     torch = sys.modules.get("torch")
     if torch is not None and type(x) is torch.Tensor:
         try:
-            # A tensor in GPU memory gets a key, but never a plan: its address differs from that of every host array.
+            # A tensor in GPU memory gets a key, but never a plan (`Dispatch.keep_plan`), and its address is no host array's.
             # Buffer refuses lazily negated views, which torch negates when it reads them.
             return (x.data_ptr(), x.numel(), x.dtype) if x.is_contiguous() and not x.is_neg() else None
         except RuntimeError:

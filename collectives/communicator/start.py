@@ -10,7 +10,7 @@ from collectives.diagnosis.ending import Before
 from collectives.diagnosis.hangs import deadline, monitor, notice
 from collectives.diagnosis.job import all_ranks
 from collectives.diagnosis.record import Log
-from collectives.environment import check_switches, switch
+from collectives.environment import check_choices, switch
 from collectives.launcher import check_launcher, check_main_program
 from collectives.progress.work import Progress, choose_progress
 from collectives.selection import table_cache
@@ -61,7 +61,7 @@ def _stand_ready() -> Progress:
     diagnosis.abort_on_uncaught(MPI.COMM_WORLD)
     clone = MPI.COMM_WORLD.Dup()
     with diagnosis.together(clone, ""):
-        check_switches()
+        check_choices()
         deadline.from_environment()
         notice.from_environment()
     checked = bool(switch("MPITRAIN_DEBUG"))

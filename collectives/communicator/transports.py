@@ -1,20 +1,24 @@
 """The transports of a communicator for arrays in host memory, each made at its first use, and the choice between them."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from collectives.arrays.dtypes import DType
-from collectives.selection.selector import WITHIN_NODE, Placement, Selector
+from collectives.selection.selector import EXACT, WITHIN_NODE, Placement, Selector
 from collectives.selection.table import Table
 from collectives.transports.node.memory import NodeMemory
 from collectives.transports.node.shared import Shared
 from collectives.transports.node.staged import Staged
 from collectives.transports.transport import Planner, Transport
 from collectives.transports.two_level import TwoLevel
+
+if TYPE_CHECKING:  # importing it starts MPI
+    from collectives.transports.encoded import Encoded
 
 _log = logging.getLogger("collectives")
 
@@ -23,7 +27,8 @@ class Transports:
     """The transports of the ranks of `mpi`. `grid[k]`: the ranks on node k, in order; `placement`: the number of ranks on each node.
 
     `memory`: the node memory; None on several nodes. `shared`: the transport through `memory`; None also if that cannot be allocated.
-    `table`: the table from which "auto" chooses; `selector` makes the choice.
+    `away`: the ranks on other nodes. `table`: the table from which "auto" chooses; `wire`: the format of data between nodes; `selector`
+    makes the choice.
     """
 
     def __init__(
@@ -34,19 +39,22 @@ class Transports:
         *,
         of_node: "Transports | NodeMemory",
         across: Callable[[], "Transports"],
+        wire: str = EXACT,
     ) -> None:
         """Collective. `of_node`: the transports of this rank's node; for the communicator of a node itself, its NodeMemory.
 
-        `across()`: the transports between the ranks of this rank's local number. It is collective and called once at most.
+        `across()`: the transports between the ranks of this rank's local number, which send elements as they are. It is collective and
+        called once at most.
         """
         # These imports start MPI, so they are not at the top.
         from collectives.transports.executor import Executor
         from collectives.transports.mpi import Library
         from collectives.transports.scheduled import Scheduled
 
-        self._mpi, self._grid, self._across = mpi, grid, across
+        self._mpi, self._grid, self._across = mpi, grid, functools.cache(across)
         self.placement = Placement.of([len(ranks) for ranks in grid])
-        self._executor = Executor(mpi)
+        self.away = frozenset(rank for ranks in grid if mpi.rank not in ranks for rank in ranks)
+        self._executor = Executor(mpi, away=self.away)
         self._schedule = partial(Scheduled, self._executor, rank=mpi.rank, size=mpi.size)
         library = Library(mpi)
         self._made: dict[str, Transport] = {"mpi": library}  # by algorithm
@@ -60,7 +68,7 @@ class Transports:
             self._share(of_node)
         else:
             self._join(of_node)
-        self.use(table)
+        self.use(table, wire)
 
     def _share(self, memory: NodeMemory) -> None:
         """Make the transports through node memory. If that cannot be allocated, log it: the other transports still work."""
@@ -83,24 +91,40 @@ class Transports:
             self._made |= {name: of for name, of in node._made.items() if name in WITHIN_NODE}
             self._planners |= {name: of for name, of in node._planners.items() if name in WITHIN_NODE}
         elif not all(self._mpi.allgather(node.shared is not None)):
-            self._infeasible["two_level"] = "a node has no memory to share, see the log"
+            through_memory = ["two_level"] if self.placement.largest_node == 1 else ["two_level", "encoded"]
+            self._infeasible |= dict.fromkeys(through_memory, "a node has no memory to share, see the log")
 
-    def use(self, table: Table) -> None:
-        """Let "auto" choose from `table`, which is the same on all ranks."""
-        self.table = table
-        self.selector = Selector(table, self.placement, self._infeasible)
+    def use(self, table: Table, wire: str) -> None:
+        """Let "auto" choose from `table` and for the format `wire`, which are the same on all ranks."""
+        self.table, self.wire = table, wire
+        self._made.pop("encoded", None)  # it has the format, and memory for it
+        self.selector = Selector(table, self.placement, self._infeasible, wire)
 
     def of(self, algorithm: str) -> Transport:
-        """The Transport of an algorithm that is feasible here. The first use of "two_level" is collective, as its operations are."""
+        """The Transport of an algorithm that is feasible here.
+
+        The first use of "two_level" and of "encoded" is collective, as their operations are.
+        """
         if algorithm not in self._made:
+            # Two transports have only some of the operations; the selector chooses them for those only.
             if algorithm == "two_level":
                 assert self._on_node is not None
                 two_level = TwoLevel(self._grid, self._mpi.rank, self._on_node, self._across().chosen)
-                # TwoLevel has only some of the operations; the selector chooses it for those only.
                 self._made[algorithm] = cast(Transport, two_level)
+            elif algorithm == "encoded":
+                self._made[algorithm] = cast(Transport, self._encoded())
             else:
                 self._made[algorithm] = self._schedule(algorithm)
         return self._made[algorithm]
+
+    def _encoded(self) -> "Encoded | TwoLevel":
+        from collectives.transports.encoded import Encoded
+
+        if self.placement.largest_node == 1:
+            return Encoded(self._mpi, self.wire)
+        assert self._on_node is not None
+        across = Encoded(self._across()._mpi, self.wire)
+        return TwoLevel(self._grid, self._mpi.rank, self._on_node, lambda *_: across, divides_twice=True)
 
     def memory_of(self, operation: str, flat: np.ndarray) -> str:
         """The selector's word (one of MEMORIES) for the memory of `flat`, the first array of a call of `operation`."""

@@ -24,6 +24,7 @@ class _Use(NamedTuple):
     writes: bool
     operation: str
     site: str
+    array: Buffer  # held: another array in its memory would be taken for it
 
 
 _uses: list[_Use] = []  # of all communicators of this process
@@ -52,7 +53,7 @@ def note(work: Work, operation: str, arrays: Sequence[Buffer]) -> None:
     site = str(issued_here())
     with _lock:
         _uses.extend(
-            _Use(weakref.ref(work), b.address, b.address + b.nbytes, b.writes, operation, site)
+            _Use(weakref.ref(work), b.address, b.address + b.nbytes, b.writes, operation, site, b)
             for b in arrays
             if b.device is None and b.nbytes
         )

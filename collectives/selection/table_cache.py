@@ -13,15 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from collectives.environment import cache_folder
 from collectives.selection.selector import Placement
 from collectives.selection.table import VERSION, Table
-
-
-def folder() -> Path:
-    """The cache folder: MPITRAIN_CACHE_DIR, else $XDG_CACHE_HOME/mpitrain, else ~/.cache/mpitrain."""
-    if chosen := os.environ.get("MPITRAIN_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mpitrain")
 
 
 def this_machine(mpi_library: str, placement: Placement) -> dict[str, Any]:
@@ -51,7 +45,7 @@ def _cpu_model() -> str:
 def path_of(machine: dict[str, Any]) -> Path:
     """The file that holds the table for `machine`."""
     key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
-    return folder() / f"collectives-{key}.json"
+    return cache_folder() / f"collectives-{key}.json"
 
 
 def read(machine: dict[str, Any]) -> Table | None:

@@ -6,7 +6,7 @@ reduces the same buffers in every step.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import Arithmetic
 from collectives.schedules import Step
 from collectives.transports.segments import SEGMENT_BYTES
+from collectives.transports.traffic import to_other_nodes
 
 _NUM_INCOMING = 2  # segments in the scratch memory: one arrives while the other is added
 _MAX_REQUESTS = 1 << 12  # the most persistent requests that are kept
@@ -60,13 +61,17 @@ class _PreparedStep(NamedTuple):
 class _Prepared(NamedTuple):
     steps: list[_PreparedStep]
     num_requests: int
+    network_bytes: int  # that a run sends to other nodes
 
 
 class Executor:
-    """Runs schedules on the ranks of `mpi`, for one thread at a time. `arithmetic`: for the kind of memory of its arrays."""
+    """Runs schedules on the ranks of `mpi`, for one thread at a time. `arithmetic`: for the kind of memory of its arrays.
 
-    def __init__(self, mpi: Any, arithmetic: Arithmetic = reduction) -> None:
-        self._mpi, self.arithmetic = mpi, arithmetic
+    `away`: the ranks on other nodes.
+    """
+
+    def __init__(self, mpi: Any, arithmetic: Arithmetic = reduction, *, away: Collection[int]) -> None:
+        self._mpi, self.arithmetic, self._away = mpi, arithmetic, away
         self._kept: OrderedDict[Hashable, _Prepared] = OrderedDict()
         self._num_kept = 0
         self._scratch: dict[int, np.ndarray] = {}  # by lane
@@ -107,6 +112,7 @@ class Executor:
                     self.arithmetic.reduce_into(total, [incoming, mine] if is_first else [mine, incoming], op, dtype)
             if sends:
                 MPI.Request.Waitall(sends)
+        to_other_nodes.add(prepared.network_bytes)
         # Kept only after success: an error leaves requests that cannot be started again.
         self._kept[key] = prepared
         self._num_kept += prepared.num_requests
@@ -128,7 +134,7 @@ class Executor:
     def _prepare(self, arrays: Sequence[np.ndarray], plan: ChunkPlan, dtype: DType, lane: int) -> _Prepared:
         addresses = [address_of(array) for array in arrays]
         segment = SEGMENT_BYTES // dtype.itemsize
-        prepared, num_requests = [], 0
+        prepared, num_requests, network_bytes = [], 0, 0
 
         def memory(place: Chunk) -> list[Any]:
             # Memory by address, because a request must not keep the caller's array alive.
@@ -142,6 +148,8 @@ class Executor:
             if send is not None:
                 for place in _segments(now, send.chunk, send.count, segment, merge):
                     sends.append(self._mpi.Send_init(memory(place), send.peer, _TAG + lane))
+                    if send.peer in self._away:
+                        network_bytes += (place.end - place.begin) * dtype.itemsize
             if recv is not None:
                 operands = list(_segments(now, recv.chunk, recv.count, segment, merge))
                 if recv.reduce and plan.sums is not None:
@@ -160,7 +168,7 @@ class Executor:
             is_exchange = send is not None and recv is not None and recv.reduce and send[1:] == (recv.chunk, recv.count)
             prepared.append(_PreparedStep(sends, receives, is_exchange))
             num_requests += len(sends) + len(receives)
-        return _Prepared(prepared, num_requests)
+        return _Prepared(prepared, num_requests, network_bytes)
 
     def _incoming(self, lane: int, which: int) -> np.ndarray:
         if lane not in self._scratch:

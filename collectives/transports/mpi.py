@@ -16,7 +16,7 @@ from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import UFUNCS, Arithmetic, copy, mpi_agrees
 from collectives.diagnosis.job import all_ranks
 from collectives.selection import selector
-from collectives.transports.transport import put_own_part
+from collectives.transports.transport import Counts, put_own_part
 
 # MPI datatypes by item size for elements that are only moved: MPI has no bf16. Counts stay smaller than with bytes.
 _MOVES = {
@@ -144,7 +144,10 @@ class Library:
         else:
             self._mpi.Scatter(message(flat, out.size), MPI.IN_PLACE, root)
 
-    def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
+    def all_to_all(self, out: np.ndarray, flat: np.ndarray, counts: Counts | None = None) -> None:
+        if counts is not None:
+            self._mpi.Alltoallv(message(flat, list(counts.send)), message(out, list(counts.recv)))
+            return
         count = flat.size // self._mpi.size
         self._mpi.Alltoall(message(flat, count), message(out, count))
 

@@ -9,7 +9,9 @@ import numpy as np
 from collectives.arrays.dtypes import DType, dtype_of
 from collectives.schedules import build, goes_in_rounds
 from collectives.transports.executor import Chunk, ChunkPlan, Executor
-from collectives.transports.transport import even_parts, parts, put_own_part
+from collectives.transports.overlap import LANES
+from collectives.transports.segments import SEGMENT_BYTES
+from collectives.transports.transport import Counts, even_parts, parts, put_own_part
 
 _PIPELINE_BYTES = 1 << 18  # of a segment in the pipelined algorithms
 _MAX_SEGMENTS = 64
@@ -23,7 +25,7 @@ class Scheduled:
         self._executor, self._algorithm = executor, algorithm
         self._memory = executor.arithmetic
         self._rank, self._size = rank, size
-        self.goes_in_rounds = goes_in_rounds(algorithm, size)
+        self.goes_in_rounds, self.num_lanes = goes_in_rounds(algorithm, size), LANES
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
         _finish(self.all_reduce_steps(flat, op, dtype))
@@ -33,6 +35,10 @@ class Scheduled:
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
         _finish(self.all_gather_steps(out, flat, counts))
+
+    def width(self, num_parts: int, dtype: DType) -> int:
+        """The elements in a chunk of each of `num_parts` parts, if a caller cuts arrays into chunks: a segment of bytes in all."""
+        return max(SEGMENT_BYTES // (num_parts * dtype.itemsize), 1)
 
     # The same operations for a caller that works while messages travel: generators that yield when a step's messages have started.
     # Operations on different lanes may be unfinished at the same time.
@@ -88,11 +94,11 @@ class Scheduled:
         if flat is None:
             self._memory.move(out, whole[self._rank * out.size :][: out.size])
 
-    def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
-        count = flat.size // self._size
-        mine = slice(self._rank * count, (self._rank + 1) * count)
-        self._memory.move(out[mine], flat[mine])
-        self._run("all_to_all", [flat, out], "sum", dtype_of(out.dtype), counts=[count] * self._size)
+    def all_to_all(self, out: np.ndarray, flat: np.ndarray, counts: Counts | None = None) -> None:
+        send, recv = counts or Counts.equal(flat.size, self._size)
+        target, source = parts(recv)[self._rank], parts(send)[self._rank]
+        self._memory.move(out[slice(*target)], flat[slice(*source)])
+        self._run("all_to_all", [flat, out], "sum", dtype_of(out.dtype), counts=[*send, *recv])
 
     def _copy(self, flat: np.ndarray) -> np.ndarray:
         copy = self._memory.empty(flat.size, flat.dtype)
@@ -114,8 +120,9 @@ class Scheduled:
         sums: Sequence[Chunk] | None = None,
         lane: int = 0,
     ) -> Iterator[None]:
-        """The steps on `arrays`, each cut into parts of `counts` elements, or into chunks of equal size as the schedule needs.
+        """The steps on `arrays`, cut into parts of `counts` elements, or into chunks of equal size as the schedule needs.
 
+        `counts`: of the first array's N parts, then of the second's.
         `sums`: the places for the sums of the chunks; then only the first array is cut.
         """
         segments = min(max(arrays[0].nbytes // _PIPELINE_BYTES, 1), _MAX_SEGMENTS)
@@ -125,7 +132,11 @@ class Scheduled:
             chunks = [
                 Chunk(i, begin, end)
                 for i, array in enumerate(arrays if sums is None else arrays[:1])
-                for begin, end in (parts(counts) if counts is not None else even_parts(array.size, schedule.num_chunks))
+                for begin, end in (
+                    even_parts(array.size, schedule.num_chunks)
+                    if counts is None
+                    else parts(counts[i * self._size :][: self._size])
+                )
             ]
             return ChunkPlan(schedule.program(self._rank), chunks, sums)
 

@@ -2,13 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from collectives.arrays import reduction
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import Arithmetic
+
+
+class Counts(NamedTuple):
+    """The number of elements of each rank's part in all_to_all: of the parts that this rank sends, and of those that it receives."""
+
+    send: Sequence[int]
+    recv: Sequence[int]
+
+    @classmethod
+    def equal(cls, length: int, size: int) -> "Counts":
+        """Those of arrays of `length` elements in `size` equal parts."""
+        return cls([length // size] * size, [length // size] * size)
 
 
 class Transport(Protocol):
@@ -38,8 +50,11 @@ class Transport(Protocol):
     def scatter(self, out: np.ndarray, flat: np.ndarray | None, root: int) -> None:
         """`out` becomes this rank's part of the root's `flat`; the root already has its own part. The other ranks pass None."""
 
-    def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
-        """Part i of `flat` goes to rank i, part i of `out` comes from rank i. `out` and `flat` do not overlap."""
+    def all_to_all(self, out: np.ndarray, flat: np.ndarray, counts: Counts | None = None) -> None:
+        """Part i of `flat` goes to rank i, part i of `out` comes from rank i. `out` and `flat` do not overlap.
+
+        `counts`: None if all parts have the same size; given on all ranks or on none.
+        """
 
 
 class Planner(Protocol):

@@ -1,9 +1,10 @@
 """The command line of `bench`. No import of torch or MPI, so that wrong arguments are reported before these are loaded."""
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from collectives.bench.kit.arguments import add_json, add_plot, add_report, names_of
 from collectives.commands.terminal import positive
@@ -20,9 +21,28 @@ NO_DEEPSPEED = "it is not installed (pip install deepspeed)"
 STEPS, OVERHEAD_STEPS = 8, 50
 
 
-class _Parser(argparse.ArgumentParser):
+class _Help(argparse.HelpFormatter):
+    """Breaks no line within a name such as power-sgd-4. Each line of a description or an epilog is a paragraph; a line that begins
+    with spaces stays as it is."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(
+            line if line.startswith(" ") else textwrap.fill(line, width, break_on_hyphens=False)
+            for line in text.splitlines()
+        )
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a bench's arguments whose error is a ValueError with the name of the bench."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Help, **options)
+
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"bench: {message}")
+        raise ValueError(f"{self.prog.removeprefix('python -m mpitrain ')}: {message}")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -51,7 +71,7 @@ def has_deepspeed() -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m mpitrain bench",
         description="Times our training steps and those of other libraries, in turn, in one launch (under mpirun). For figures that "
         "can be compared: several launches with --json, also with --only, then --report.",

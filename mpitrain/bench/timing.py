@@ -102,8 +102,6 @@ def measure(
 def sampled_steps(model: TrainedModel, case: Case, setup: TrainingSetup) -> PssSampler:
     """Take some steps, and sample the memory meanwhile. Collective."""
     timed = TimedSteps(model, case, setup)
-    if setup.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(setup.device)  # the matrix product for `mfu` may need more than the model
     with PssSampler() as sampler:
         for round_ in range(SAMPLED):
             timed.turn(round_)

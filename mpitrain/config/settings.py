@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 from mpitrain.models.sizes import LlamaConfig, TransformerConfig, resolve
 from mpitrain.stages.schedules import make_schedule
@@ -20,6 +20,7 @@ class FolderInUseError(ConfigError):
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Wire = Literal["fp32", "bf16", "fp16", "int8", "fp8", "auto"]
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,27 @@ class ParallelConfig:
     reduces gradients at the end of the backward; 0 shards nothing."""
     copies: int = 1
     """Number of copies of the shards. One copy is spread over (ranks / copies) ranks; gradients are averaged over the copies."""
+    compress: Literal["none", "top_k", "power_sgd"] = "none"
+    """Compression of gradients between nodes, or between the ranks of one node: the largest elements of each matrix, or matrices of low
+    rank (PowerSGD). It needs stage 0 or `copies`; with `copies` and stage 1 to 3 shards are cut only between parameters."""
+    compress_rank: int = 4
+    """With power_sgd: columns of the two matrices that are sent in place of a matrix."""
+    compress_share: float = 0.01
+    """With top_k: the share of the elements that are sent."""
+    compress_feedback: bool = True
+    """With `compress`: add to the next gradient what was not sent."""
+    local_steps: int = 0
+    """With `copies`: each copy trains alone for so many steps, then an outer step brings the copies together (DiLoCo); 0: gradients
+    are averaged over the copies in each step."""
+    outer: Literal["nesterov", "mean"] = "nesterov"
+    """With `local_steps`: the outer optimizer. nesterov: SGD with Nesterov momentum; mean: the mean of the copies (local SGD)."""
+    outer_lr: float = 1.0
+    """Learning rate of the outer optimizer nesterov."""
+    outer_momentum: float = 0.5
+    """Momentum of the outer optimizer nesterov."""
+    exact_steps: int = 0
+    """With `compress` or `local_steps`: in so many first steps gradients are averaged exactly over all ranks. `compress` or local steps
+    begin after them."""
     tensor: int = 1
     """Ranks that hold each layer together (tensor parallelism), neighbours of one node where possible. The others share the batch."""
     sequence: bool = True
@@ -193,6 +215,12 @@ class ParallelConfig:
     """Dtype of forward and backward; the optimizer's parameters are always float32. With float16 the loss is scaled."""
     reduce_dtype: Dtype = "float32"
     """Dtype in which gradients are reduced over ranks. With float16 the loss is scaled."""
+    wire: Wire = "fp32"
+    """Format in which gradients are sent between nodes alone: no effect on one node or through NCCL. fp32: as they are; int8 and fp8
+    send about 1/4 of the bytes, bf16 and fp16 half; auto measures at the start, and takes int8 or fp32. Sums are in float32."""
+    wire_weights: Wire = "fp32"
+    """The same for parameters, which stages 1 to 3 send. The optimizer's parameters, which checkpoints contain, keep all bits: 4 more
+    bytes for each parameter of a rank's shards."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward: less memory, more traffic."""
     checkpoint_activations: Literal["none", "block", "attention"] = "none"
@@ -215,6 +243,22 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _expect("parallel.threads", self.threads, 1)
         _expect("parallel.copies", self.copies, 1)
+        _expect("parallel.compress_rank", self.compress_rank, 1)
+        _expect("parallel.compress_share", self.compress_share, 1e-6, below=0.5)
+        if self.compress != "none" and self.local_steps:
+            raise ConfigError(
+                "parallel.local_steps: local steps send no gradients to compress; choose parallel.compress none"
+            )
+        if self.compress != "none" and self.stage > 0 and self.copies == 1:
+            raise ConfigError(
+                f"parallel.compress: {self.compress} needs whole matrices, and stage {self.stage} cuts them; choose "
+                "--parallel.stage 0, or several --parallel.copies"
+            )
+        _expect("parallel.local_steps", self.local_steps, 0)
+        _expect("parallel.exact_steps", self.exact_steps, 0)
+        _expect("parallel.outer_momentum", self.outer_momentum, 0, below=1)
+        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
+            raise ConfigError(f"parallel.outer_lr: expected a number above 0, got {self.outer_lr}")
         _expect("parallel.tensor", self.tensor, 1)
         _expect("parallel.pipeline", self.pipeline, 1)
         if self.stages_per_rank is not None:
@@ -225,27 +269,94 @@ class ParallelConfig:
                 )
         if self.stage == 0 and self.storage == "resident":
             raise ConfigError("parallel.storage: in stage 0 each rank has its own copy; choose auto, or stage 1 to 3")
+        if self.stage == 0 and self.wire_weights != "fp32":
+            raise ConfigError(
+                "parallel.wire_weights: in stage 0 each rank has all parameters, and sends none; choose fp32, or stage 1 to 3"
+            )
+        self._check_use()
         for name in ("partition_activations", "offload_activations"):
             if getattr(self, name) and self.checkpoint_activations == "none":
                 raise ConfigError(f"parallel.{name}: needs parallel.checkpoint_activations; choose block or attention")
 
+    @property
+    def cut(self) -> Literal["rows", "parameters"]:
+        """Where shards are cut: compression needs whole matrices."""
+        return "rows" if self.compress == "none" else "parameters"
+
+    def _check_use(self) -> None:
+        """ConfigError for a setting that nothing uses. The default counts as not given."""
+        compresses, is_local = self.compress != "none", self.local_steps > 0
+        compress, local = "parallel.compress top_k or power_sgd", "parallel.local_steps"
+        for name, is_used, needed in (
+            ("compress_rank", self.compress == "power_sgd", "parallel.compress power_sgd"),
+            ("compress_share", self.compress == "top_k", "parallel.compress top_k"),
+            ("compress_feedback", compresses, compress),
+            ("exact_steps", compresses or is_local, f"{compress}, or {local}"),
+            ("outer", is_local, local),
+            ("outer_lr", is_local and self.outer == "nesterov", f"{local} with parallel.outer nesterov"),
+            ("outer_momentum", is_local and self.outer == "nesterov", f"{local} with parallel.outer nesterov"),
+        ):
+            if not is_used and getattr(self, name) != getattr(ParallelConfig, name):
+                raise ConfigError(f"parallel.{name}: nothing uses it here; it needs {needed}")
+
+
+class OptimNumbers(NamedTuple):
+    """Numbers that suit one optimizer and not another."""
+
+    lr: float
+    weight_decay: float
+
+
+OPTIM_DEFAULTS = {
+    "adamw": OptimNumbers(3e-3, 0.1),
+    "muon": OptimNumbers(3e-3, 0.1),
+    "lamb": OptimNumbers(1e-2, 0.1),
+    "lars": OptimNumbers(3.0, 1e-4),
+    "sgd": OptimNumbers(0.3, 1e-4),
+}
+"""By optimizer. The learning rates are those of docs/optimizers.md (section Which learning rate)."""
+
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning rate: a linear warm-up, then a cosine."""
+    """The optimizer and its learning rate: a linear warm-up, then a schedule."""
 
-    lr: float = 3e-3
-    """Highest learning rate."""
+    name: Literal["adamw", "muon", "lamb", "lars", "sgd"] = "adamw"
+    """The optimizer. muon updates the matrices of blocks, and AdamW the rest. sgd has Nesterov's momentum."""
+    lr: float | None = None
+    """Highest learning rate (default: 3e-3 of adamw and muon, 1e-2 of lamb, 0.3 of sgd, 3 of lars)."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply the learning rate by train.batch / optim.base_batch (linear: for sgd and lars), or by the root of it (sqrt: for the
+    others)."""
+    base_batch: int | None = None
+    """With `lr_scaling`: the global batch, in sequences, for which optim.lr was chosen."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The learning rate after the warm-up. cosine, linear: it falls until the last step. wsd: it stays, and falls in the last part of
+    the steps (warm-up, stable, decay). constant: it stays."""
     min_lr_ratio: float = 0.1
-    """Learning rate of the last step, as a share of the highest."""
+    """Learning rate of the last step, as a share of the highest; constant has none."""
+    decay_ratio: float | None = None
+    """With the schedule wsd: the share of the steps in which the learning rate falls (default: 0.2)."""
     warmup_steps: int = 50
     """Steps over which the learning rate rises."""
+    warmup_tokens: int = 0
+    """Tokens over which the learning rate rises, rounded up to steps, in place of `warmup_steps`; 0: `warmup_steps` counts."""
+    layer_decay: float = 1.0
+    """The learning rate of the head is the whole one, and that of each layer below it is multiplied by this factor once more, down to
+    the embedding. For fine-tuning."""
+    momentum: float | None = None
+    """Of sgd, lars and muon: the share of the momentum that a step keeps (default: 0.95 of muon, 0.9 of the others)."""
+    matrix_lr: float | None = None
+    """Of muon: the highest learning rate of the matrices (default: optim.lr)."""
+    ns_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of muon: the dtype of the products of Newton-Schulz; auto: bfloat16 on GPUs and on CPUs with bf16 units."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay factors of the running means of the gradients and of their squares."""
+    """Of adamw, lamb and muon: decay factors of the running means of the gradients and of their squares."""
     eps: float = 1e-8
-    """Small number that is added to the divisor."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices; norms and biases do not decay."""
+    """Small number that is added to the divisor; sgd has none."""
+    weight_decay: float | None = None
+    """Weight decay of matrices (default: 0.1 of adamw, muon and lamb; 1e-4 of sgd and lars, which add it to the gradient). Norms and
+    biases do not decay."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient: a longer gradient is scaled down to it; 0 clips nothing."""
 
@@ -253,11 +364,46 @@ class OptimConfig:
         _expect("optim.lr", self.lr, 0)
         _expect("optim.min_lr_ratio", self.min_lr_ratio, 0, most=1)
         _expect("optim.warmup_steps", self.warmup_steps, 0)
+        _expect("optim.warmup_tokens", self.warmup_tokens, 0)
+        _expect("optim.base_batch", self.base_batch, 1)
+        _expect("optim.momentum", self.momentum, 0, below=1)
+        _expect("optim.matrix_lr", self.matrix_lr, 0)
+        for name in ("layer_decay", "decay_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ConfigError(f"optim.{name}: expected above 0 and at most 1, got {value}")
         for beta in self.betas:
             _expect("optim.betas", beta, 0, below=1)
         _expect("optim.eps", self.eps, 0)
         _expect("optim.weight_decay", self.weight_decay, 0)
         _expect("optim.clip_norm", self.clip_norm, 0)
+        self._check_use()
+
+    def _check_use(self) -> None:
+        """ConfigError for a setting that the optimizer or the schedule does not use, or that needs another."""
+        for name, optimizers in {
+            "momentum": ("muon", "lars", "sgd"),
+            "matrix_lr": ("muon",),
+            "ns_dtype": ("muon",),
+        }.items():
+            if getattr(self, name) not in (None, "auto") and self.name not in optimizers:
+                only = " or ".join(optimizers)
+                raise ConfigError(f"optim.{name}: the optimizer {self.name} has none; choose --optim.name {only}")
+        if self.matrix_lr is not None and self.lr == 0:
+            raise ConfigError("optim.matrix_lr: expected optim.lr above 0, of which it is a multiple, got 0")
+        if self.decay_ratio is not None and self.schedule != "wsd":
+            raise ConfigError(f"optim.decay_ratio: the schedule {self.schedule} has none; choose --optim.schedule wsd")
+        if (self.lr_scaling == "none") != (self.base_batch is None):
+            given, other = ("base_batch", "lr_scaling") if self.lr_scaling == "none" else ("lr_scaling", "base_batch")
+            raise ConfigError(f"optim.{given}: needs optim.{other}; set both, or none of them")
+
+    def resolve(self) -> OptimNumbers:
+        """The numbers that are given, and the optimizer's own for the others."""
+        own = OPTIM_DEFAULTS[self.name]
+        return OptimNumbers(
+            own.lr if self.lr is None else self.lr,
+            own.weight_decay if self.weight_decay is None else self.weight_decay,
+        )
 
 
 @dataclass(frozen=True)
@@ -437,9 +583,9 @@ def check_ranks(config: Config, num_ranks: int) -> None:
 
     Raises:
         ConfigError: the global batch is not a multiple of data-parallel ranks x micro-batches (an elastic run without a pipeline needs
-            only as many sequences); the ranks are not a multiple of copies x
-            tensor x pipeline; `tensor` ranks cannot share the model's heads, key and value heads, or context; or `pipeline` ranks
-            cannot share its blocks, or run the schedule.
+            only as many sequences); the ranks are not a multiple of copies x tensor x pipeline; steps are local with one copy;
+            `tensor` ranks cannot share the model's heads, key and value heads, or context; or `pipeline` ranks cannot share its blocks,
+            or run the schedule.
     """
     copies, tensor, pipeline = config.parallel.copies, config.parallel.tensor, config.parallel.pipeline
     if tensor * pipeline == 1 and num_ranks % copies:
@@ -452,6 +598,11 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         raise ConfigError(
             f"parallel.{used[-1][0]}: {' x '.join(f'{size} (parallel.{name})' for name, size in used)} = "
             f"{copies * tensor * pipeline} does not divide {num_ranks} ranks"
+        )
+    if config.parallel.local_steps and copies == 1 and not config.train.elastic:  # a loss may leave one copy
+        raise ConfigError(
+            "parallel.local_steps: the model has one copy, so no step would be local; take a larger parallel.copies, such as the "
+            "number of hosts"
         )
     _check_stages(config)
     sizes = config.model.resolve()
@@ -513,8 +664,9 @@ def kinds() -> dict[str, Any]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """The value of every setting by its full name. Settings without a section come first."""
-    return {name: attrgetter(name)(config) for name in kinds()}
+    """The value of every setting by its full name, with the numbers of `OptimConfig.resolve`. Settings without a section come first."""
+    resolved = replace(config, optim=replace(config.optim, **config.optim.resolve()._asdict()))
+    return {name: attrgetter(name)(resolved) for name in kinds()}
 
 
 def _expect(name: str, value: float | None, least: float, *, most: float = math.inf, below: float = math.inf) -> None:

@@ -9,6 +9,7 @@ import shutil
 import textwrap
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
+from operator import attrgetter
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
@@ -23,7 +24,10 @@ A bool needs no value: --train.eval-only is true, --train.no-eval-only is false.
 
 
 def to_toml(config: Config) -> str:
-    """The settings as TOML. `from_toml` and `parse` make equal settings from it. Values that are None are left out."""
+    """The settings as TOML. `from_toml` and `parse` make settings of the same effect from it. Values that are None are left out.
+
+    The optimizer's own numbers (`OptimConfig.resolve`) are written, so that the text tells them also when defaults have changed.
+    """
     sections: dict[str, list[str]] = {}
     for name, value in flat(config).items():
         section, _, key = name.rpartition(".")
@@ -41,7 +45,7 @@ def differences(a: Config, b: Config) -> list[str]:
 def print_help(config: Config) -> None:
     """Print every setting with its type, its default (the value in `config`), and the docstring under its field."""
     print(_HELP)
-    docs, values, width = _docs(), flat(config), shutil.get_terminal_size().columns
+    docs, width = _docs(), shutil.get_terminal_size().columns
     last = ""
     for name, kind in kinds().items():
         section, _, key = name.rpartition(".")
@@ -49,7 +53,7 @@ def print_help(config: Config) -> None:
         if section != last:
             print(f"\n[{section}] {inspect.getdoc(owner)}\n")
         last = section
-        print(f"  --{name.replace('_', '-')}  {wanted(kind)} (default: {_text(values[name])})")
+        print(f"  --{name.replace('_', '-')}  {wanted(kind)} (default: {_text(attrgetter(name)(config))})")
         print(textwrap.fill(docs[owner.__name__, key], width, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 

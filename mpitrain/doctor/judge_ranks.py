@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from collectives.bench.units import show_bytes
+from collectives.environment import CHOICES
 from mpitrain.doctor.findings import Finding, Level, merge, names, ok
 from mpitrain.doctor.ranks import Cores, Environment, Limits, Names, Versions
 
@@ -10,14 +11,11 @@ _MIN_FILES = 1024
 
 
 def judge_environment(its: Environment) -> list[Finding]:
-    """The switches of this library."""
+    """The switches and choices of this library."""
     if its.wrong:
         said = ", ".join(f"{name}={value!r}" for name, value in its.wrong.items())
-        return [
-            Finding(
-                Level.ERROR, "environment", f"{said}: no job starts", "0, 1 or auto", f"unset {' '.join(its.wrong)}"
-            )
-        ]
+        expected = "; ".join(dict.fromkeys(f"{', '.join(CHOICES[name])} or auto" for name in its.wrong))
+        return [Finding(Level.ERROR, "environment", f"{said}: no job starts", expected, f"unset {' '.join(its.wrong)}")]
     return [ok("environment", "no wrong switches")]
 
 

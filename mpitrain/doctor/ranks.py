@@ -15,7 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 import collectives
-from collectives.environment import SWITCHES
+from collectives.environment import CHOICES
 
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py")
 
@@ -51,14 +51,14 @@ def versions() -> Versions:
 
 
 class Environment(NamedTuple):
-    """Settings in environment variables. `wrong`: switches of this library whose value is unknown."""
+    """Settings in environment variables. `wrong`: those of this library whose value is unknown."""
 
     wrong: dict[str, str]
 
 
 def environment() -> Environment:
-    values = {name: os.environ.get(name, "") for name in SWITCHES}
-    return Environment({name: value for name, value in values.items() if value not in ("", "auto", "0", "1")})
+    values = {name: os.environ.get(name, "") for name in CHOICES}
+    return Environment({name: value for name, value in values.items() if value not in ("", "auto", *CHOICES[name])})
 
 
 class Limits(NamedTuple):

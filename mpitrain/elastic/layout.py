@@ -19,19 +19,24 @@ class Layout(NamedTuple):
 _OF_MODEL = ("tp", "cp", "pp")  # the axes that divide a copy of the model, in the order in which they are kept
 
 
-def next_layout(axes: Mapping[str, int], ranks: int, *, batches: int | None = None) -> Layout:
+def next_layout(
+    axes: Mapping[str, int], ranks: int, *, batches: int | None = None, whole_copies: bool = False
+) -> Layout:
     """The layout of a run with the layout `axes` when `ranks` ranks are left: it uses as many of them as it can.
 
     `axes`: sizes of pp, dp_replicate, dp_shard, cp, tp and ep; an axis that is missing has size 1. The axes tp, cp and pp stay as long
     as one copy of the model has place; then they become divisors of their sizes, and tp stays longest. dp_shard takes what is left.
     dp_replicate and ep become the largest divisors that fit. `batches`: a number that dp_replicate x dp_shard must divide if there is a
-    pipeline, whose micro-batches have one size. ValueError if `ranks` is less than 1.
+    pipeline, whose micro-batches have one size. `whole_copies`: dp_shard stays, too, and dp_replicate becomes the number of copies that
+    have place; if none has, the rest holds as without it. ValueError if `ranks` is less than 1.
 
         next_layout({"tp": 2, "dp_shard": 2}, 3)  ->  tp 2, dp_shard 1, one rank idle
     """
     if ranks < 1:
         raise ValueError(f"next_layout: {ranks} ranks; expected at least 1")
     sizes = {name: axes.get(name, 1) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+    if whole_copies and (kept := _whole_copies(sizes, ranks, batches)) is not None:
+        return kept
     best = max(
         (
             {"tp": tp, "cp": cp, "pp": pp}
@@ -56,6 +61,19 @@ def next_layout(axes: Mapping[str, int], ranks: int, *, batches: int | None = No
         "ep": expert,
     }
     return Layout(chosen, ranks - data * prod(best.values()))
+
+
+def _whole_copies(sizes: Mapping[str, int], ranks: int, batches: int | None) -> Layout | None:
+    """As many copies of the model as have place, each on as many ranks as before; None if not even one has place."""
+    of_copy = {name: size for name, size in sizes.items() if name not in ("dp_replicate", "ep")}
+    fitting = [
+        num
+        for num in range(1, min(ranks // prod(of_copy.values()), sizes["dp_replicate"]) + 1)
+        if sizes["pp"] == 1 or batches is None or batches % (num * sizes["dp_shard"]) == 0
+    ]
+    if not fitting:
+        return None
+    return Layout({**sizes, "dp_replicate": fitting[-1]}, ranks - fitting[-1] * prod(of_copy.values()))
 
 
 def _preference(

@@ -74,14 +74,15 @@ def survive(
     *,
     axes: Mapping[str, int],
     batches: int | None = None,
+    whole_copies: bool = False,
     min_ranks: int = 1,
     progress: Callable[[], Progress] | None = None,
 ) -> None:
     """Call `attempt(comm, layout, None)`, and after each loss of ranks `attempt(comm, layout, recovered)` on those that are left, until
     one succeeds.
 
-    Collective. `comm`: the world. `axes`, `batches`: of `next_layout`. A rank that has no place in the layout waits, and may have one
-    after the next loss. Another exception of `attempt` ends this rank, and so is a loss for the others.
+    Collective. `comm`: the world. `axes`, `batches`, `whole_copies`: of `next_layout`. A rank that has no place in the layout waits,
+    and may have one after the next loss. Another exception of `attempt` ends this rank, and so is a loss for the others.
     TooFewRanksError on all ranks if fewer than `min_ranks` are left. NoProgressError on all ranks after three losses in a row
     without a new step, because an error of the data would end one rank after another. `progress`: of this rank; None: any number of
     losses.
@@ -92,7 +93,7 @@ def survive(
     noticed = 0.0
     while True:
         try:
-            layout = next_layout(axes, comm.size, batches=batches)
+            layout = next_layout(axes, comm.size, batches=batches, whole_copies=whole_copies)
             processes, recovered = recovery.processes(comm), None
             if before:
                 lost = [LostRank(rank, *each) for rank, each in enumerate(before) if each not in processes]
@@ -111,7 +112,7 @@ def survive(
                     _check_progress(num_fruitless, recovered)
                 num_causes = known_causes
             before, noticed = processes, 0.0
-            _attempt(attempt, comm, layout, recovered)
+            _attempt(attempt, comm, layout, recovered, whole_copies=whole_copies)
             if recovery.all_are_done():
                 return
             noticed = noticed or time.monotonic()
@@ -143,11 +144,14 @@ def _check_progress(num_fruitless: int, recovered: Recovered) -> None:
         )
 
 
-def _attempt(attempt: Attempt, comm: Communicator, layout: Layout, recovered: Recovered | None) -> None:
+def _attempt(
+    attempt: Attempt, comm: Communicator, layout: Layout, recovered: Recovered | None, *, whole_copies: bool
+) -> None:
     """Call `attempt` on the ranks that have a place in the layout; the others wait for its end."""
     used = comm
     if layout.num_idle:
-        order = _by_node(comm, layout.axes["tp"] * layout.axes["cp"])
+        together = layout.axes["tp"] * layout.axes["cp"] * (layout.axes["dp_shard"] if whole_copies else 1)
+        order = _by_node(comm, together)
         place = order.index(comm.rank)
         chosen = comm.split(0 if place < layout.num_used else None, place)
         if chosen is None:

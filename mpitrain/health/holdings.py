@@ -12,7 +12,7 @@ from mpitrain.parts import Part, part_of
 from mpitrain.sharding import sharded_over
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import params_by_shard, units_of
+from mpitrain.sharding.unit.registry import diloco_of, params_by_shard, units_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,15 @@ class Holding:
 
 
 def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Holding]:
-    """This rank's shards of the parameters, and the optimizer's state: what no one writes between two steps of the optimizer."""
+    """This rank's shards of the parameters, and the optimizer's state: what no one writes between two steps of the optimizer.
+
+    In local steps the copies of the model differ, so the names say of which copy a tensor is. All copies have the same outer state.
+    """
+    diloco = diloco_of(model)
+    of_copy = "" if diloco is None else diloco.label
+    outer = (
+        {"outer parameters": diloco.outer, "outer momentum": diloco.momentum} if diloco is not None and of_copy else {}
+    )
     names = {param: name for name, param in model.named_parameters()}
     sharded, over = params_by_shard(model), sharded_over(model)
     found = []
@@ -46,11 +54,14 @@ def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Holding]
         shape, of, begin = _place(param, owner, part)
         dim = _dim(shape)
         end = begin + (param.shape[dim] if param.shape else 1)
-        found.append(Holding(Rows(f"model/{name}", of, begin, end), param, dim, bool(param.shape)))
+        found.append(Holding(Rows(f"model/{name}{of_copy}", of, begin, end), param, dim, bool(param.shape)))
+        for kind, values in outer.items():
+            if name in values:
+                found.append(Holding(Rows(f"{kind} of {name}", of, begin, end), values[name], dim, bool(param.shape)))
         for key, value in optimizer.state.get(param, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
-            label = f"optimizer/{key}/{name}"
+            label = f"optimizer/{key}/{name}{of_copy}"
             if value.shape == param.shape:
                 found.append(Holding(Rows(label, of, begin, end), value, dim, bool(value.shape)))
             else:
@@ -64,13 +75,15 @@ def full_copies(model: nn.Module) -> list[Holding]:
     Of a copy that the ranks of a node share each of these ranks has a part of the rows. Left out are copies that are nothing but this
     rank's shards, and those that are freed after use.
     """
+    diloco = diloco_of(model)
+    of_copy = "" if diloco is None else diloco.label
     names = {param: name for name, param in model.named_parameters()}
     found: list[Holding] = []
     for unit in units_of(model):
         for flat in unit.flats:
             for index, param in enumerate(flat.params):
                 if param.shard in names:
-                    found += _copies_of(flat, index, param, names[param.shard])
+                    found += _copies_of(flat, index, param, names[param.shard] + of_copy)
     return found
 
 

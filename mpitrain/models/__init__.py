@@ -19,7 +19,7 @@ from mpitrain.models.sizes import (
 )
 
 if TYPE_CHECKING:
-    from mpitrain.models.decay import decay_groups
+    from mpitrain.models.decay import decay_groups, layer_groups, muon_groups
     from mpitrain.models.families import build
     from mpitrain.models.gpt import GPT
     from mpitrain.models.language_model import LanguageModel
@@ -40,6 +40,8 @@ __all__ = [
     "decay_groups",
     "flops_per_token",
     "generate",
+    "layer_groups",
+    "muon_groups",
     "num_parameters",
     "resolve",
     "sample_tokens",
@@ -54,6 +56,8 @@ _WITH_TORCH = {
     "build": "families",
     "decay_groups": "decay",
     "generate": "sampling",
+    "layer_groups": "decay",
+    "muon_groups": "decay",
     "sample_tokens": "sampling",
 }
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from collectives import Communicator
+from collectives import Communicator, network_bytes
 from mpitrain.config import Config
 from mpitrain.monitor.adding import Added, Moment
 from mpitrain.monitor.gauges.phases import CpuClock, StepClock
@@ -85,7 +85,7 @@ class Monitor:
         self._tokens, self._flops_per_token = 0, 0.0  # of a step; of a token
         self._peaks: tuple[float, float | None] = (math.inf, None)
         self._waiting: tuple[int, np.ndarray] | None = None  # this rank's figures of the last step, until `exchange`
-        self._hidden_s = 0.0  # communication before this step
+        self._hidden_s, self._network_bytes = 0.0, 0  # communication before this step
         self._step, self._num_steps, self._is_open = 0, 0, False
         self._own_s = 0.0
 
@@ -145,7 +145,7 @@ class Monitor:
     def begin_step(self) -> None:
         """A step begins."""
         with self._timed():
-            self._hidden_s = self._comm.hidden_s
+            self._hidden_s, self._network_bytes = self._comm.hidden_s, network_bytes()
             self._cpu.begin()
         self.clock.begin()
 
@@ -198,7 +198,7 @@ class Monitor:
             )  # fmt: skip
             figures = (
                 step_s, seconds["data"], seconds["forward"], seconds["backward"], seconds["optimizer"], comm_s, hidden_s,
-                seconds["check"], cpu_s, delay_s, rows, memory_bytes,
+                seconds["check"], cpu_s, delay_s, rows, memory_bytes, network_bytes() - self._network_bytes,
             )  # fmt: skip
             self._waiting, self._step = (step, np.array(figures)), step
             self._num_steps += 1

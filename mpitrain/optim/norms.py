@@ -15,7 +15,7 @@ class Spent:
     seconds = 0.0
 
 
-def _reduce(comm: Communicator | None, values: torch.Tensor, op: str = "sum") -> None:
+def reduce(comm: Communicator | None, values: torch.Tensor, op: str = "sum") -> None:
     """All-reduce in place; None: the values are the same on all ranks."""
     if comm is not None:
         began = perf_counter()
@@ -39,12 +39,12 @@ def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order:
             norms = torch.tensor([0.0, *norms_of_each(grads, order)], dtype=torch.float64)
             # A reduction by "max" may lose a NaN, so a flag says whether there is one.
             both = torch.stack([norms.nan_to_num(0.0, math.inf).max(), norms.isnan().any()])
-            _reduce(comm, both, "max")
+            reduce(comm, both, "max")
             largest = largest.maximum(torch.where(both[1] > 0, math.nan, both[0]))
         return largest
     powers = torch.tensor([_sum_of_powers(grads, order) for grads in spread.values()], dtype=torch.float64)
     for index, comm in enumerate(spread):
-        _reduce(comm, powers[index : index + 1])
+        reduce(comm, powers[index : index + 1])
     return powers.sum().sqrt() if order == 2 else powers.sum() ** (1 / order)
 
 

@@ -1,4 +1,7 @@
-"""Checks before an optimizer's step: its parameters are the model's, and a step on this rank's parts is correct for the whole."""
+"""Checks before an optimizer's step: its parameters are the model's, and a step on this rank's parts is correct for the whole.
+
+An optimizer whose class has the attribute `handles_shards = True` looks at whole parameters by itself, as those of `mpitrain.optim` do.
+"""
 
 import functools
 import warnings
@@ -27,6 +30,11 @@ ELEMENTWISE_NAMES = frozenset(
     {"AdEMAMix", "AdaBelief", "AdamWScheduleFree", "DeepSpeedCPUAdam", "FusedAdam", "FusedSGD", "Lion"}
 )
 
+OURS = {
+    "Muon": "Muon", "LAMB": "LAMB", "Lamb": "LAMB", "FusedLAMB": "LAMB", "LARS": "LARS", "Lars": "LARS", "LARC": "LARS",
+}  # fmt: skip
+"""The optimizers of `mpitrain.optim` that do on parts what other packages' optimizers of these names do on whole parameters."""
+
 
 @functools.cache
 def watch_optimizers() -> None:
@@ -43,7 +51,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 f"make the optimizer after {found.by}, from model.parameters()"
             )
     cut = first_cut(params)
-    if cut is not None:
+    if cut is not None and not getattr(optimizer, "handles_shards", False):
         _check_kind(optimizer, cut)
 
 
@@ -54,9 +62,11 @@ def _check_kind(optimizer: torch.optim.Optimizer, cut: torch.Tensor) -> None:
     stated = getattr(optimizer, "is_elementwise", None)
     is_elementwise = _known(kind.__mro__) if stated is None else bool(stated)
     if is_elementwise is False:
+        ours = next((f"mpitrain.optim.{OURS[base.__name__]}, " for base in kind.__mro__ if base.__name__ in OURS), "")
         raise TypeError(
             f"{kind.__name__} needs whole matrices, or all parameters at once, but this rank holds {tuple(cut.shape)} of a parameter "
-            f"of shape {spread.full_shape}; use an element-wise optimizer (SGD, Adam, AdamW), or stage=0 without tensor parallelism"
+            f"of shape {spread.full_shape}; use {ours}an element-wise optimizer (SGD, Adam, AdamW), or stage=0 without tensor "
+            "parallelism"
         )
     if is_elementwise is None:
         _warn_of(kind.__name__)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import Communicator
 from mpitrain.part_tensor import refuse
-from mpitrain.parts import Part, mark_part, part_of, watch_gradient
+from mpitrain.parts import Box, Part, Piece, mark_part, part_of, watch_gradient
 
 
 class Spread(NamedTuple):
@@ -27,6 +27,12 @@ class Spread(NamedTuple):
     """The ranks that hold one copy of the model."""
     everyone: Communicator
     """All ranks that train the model: they take, or skip, each step together."""
+    holders: Communicator
+    """The ranks of `copy` that hold the parts: all of them, but for other stages of a pipeline, which have other parameters."""
+    alike: Communicator
+    """The holders in all copies that have the same values and gradients: only `holders`, if copies train apart."""
+    offset: tuple[int, ...]
+    """Where the parameter begins in the parameter that is sharded: in the plain model's, or in this rank's part of that."""
 
 
 # Not an attribute of the parameter, because a communicator cannot be pickled.
@@ -34,12 +40,37 @@ _marks: "MutableMapping[torch.Tensor, Spread]" = WeakTensorKeyDictionary()
 
 
 def mark_spread(
-    param: nn.Parameter, full_shape: tuple[int, ...], *, copy: Communicator, everyone: Communicator
+    param: nn.Parameter,
+    full_shape: tuple[int, ...],
+    *,
+    copy: Communicator,
+    everyone: Communicator,
+    holders: Communicator,
+    alike: Communicator,
+    offset: tuple[int, ...] | None = None,
 ) -> None:
-    """`param` is a part of a parameter of `full_shape`. If `tensor_parallel` has cut it, the shape is that of the uncut parameter."""
+    """`param` is a part of a parameter of `full_shape`. If `tensor_parallel` has cut it, the shape is that of the uncut parameter.
+
+    The groups of ranks: see `Spread`. `offset`: of a shard in the parameter that is sharded; None: its beginning.
+    """
     part = part_of(param)
     shape = part.full_shape if part is not None and part.full_shape else full_shape
-    _marks[param] = Spread(tuple(shape), copy, everyone)
+    _marks[param] = Spread(tuple(shape), copy, everyone, holders, alike, offset or (0,) * param.ndim)
+
+
+def mark_apart(param: torch.Tensor) -> None:
+    """The copies of the model that `param` is in train apart from now on: their values and gradients differ."""
+    if (spread := _marks.get(param)) is not None:
+        _marks[param] = spread._replace(alike=spread.holders)
+
+
+def pieces_of(param: torch.Tensor) -> list[Piece]:
+    """The boxes of the whole parameter that this rank holds in `param`, each with its place there. Empty boxes are left out."""
+    part, spread = part_of(param), _marks.get(param)
+    offset = (0,) * param.ndim if spread is None else spread.offset
+    if part is not None:
+        return part.within(offset, param.shape)
+    return [Piece((slice(None),) * param.ndim, Box(offset, tuple(param.shape)))] if param.numel() else []
 
 
 def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
@@ -48,7 +79,8 @@ def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
     A copy of the parameter has the same mark, and `ckpt.save` refuses the parameter in place of the whole one.
     """
     mark_part(param, part)
-    mark_spread(param, part.full_shape, copy=part.model_ranks, everyone=part.model_ranks)
+    model_ranks = part.model_ranks
+    mark_spread(param, part.full_shape, copy=model_ranks, everyone=model_ranks, holders=part.over, alike=part.over)
     watch_gradient(param)
     if part.is_cut:
         param.refuse_as_whole = partial(refuse, name, param.shape, part.full_shape)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 - `setup/` checks a model and the arguments, and finds the blocks that become units.
 - `unit/` has the state of one unit: its parameters, their memory, and their gradients.
 - `step/` has the order of events in a forward and a backward of the whole model.
+- `local/` has the steps in which the copies of a model train apart, and the outer steps that bring them together.
 - `optim/` has the functions that run between the backward and the optimizer's step.
 
 The comment at the top of `step/step.py` follows one parameter from a forward to the next forward, and one gradient from autograd to the
@@ -13,6 +14,7 @@ from mpitrain.sharding.api import fully_shard
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.checkpointing import checkpoint_activations
 from mpitrain.sharding.full import unshard
+from mpitrain.sharding.local.diloco import DiLoCo
 from mpitrain.sharding.module import communication_s
 from mpitrain.sharding.optim.clip import clip_grad_norm_, grad_norms
 from mpitrain.sharding.optim.ema import EMA
@@ -25,6 +27,7 @@ from mpitrain.sharding.unit.registry import sharded_over, sharded_params
 __all__ = [
     "EMA",
     "CPUOffloadPolicy",
+    "DiLoCo",
     "GradScaler",
     "MixedPrecisionPolicy",
     "checkpoint_activations",

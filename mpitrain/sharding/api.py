@@ -7,7 +7,7 @@ of the shards, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,26 +16,34 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.agreement import check_alike
-from mpitrain.axes import group_of
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_replaced
-from mpitrain.parts import part_of
+from mpitrain.parts import Part, part_of, tensor_ranks_of
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import REMEDY, described
 from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.setup.foreign import refuse_methods
-from mpitrain.sharding.setup.options import Options, check_dense, check_dtypes, check_module, check_parts
+from mpitrain.sharding.setup.options import (
+    Options,
+    check_batch_norms,
+    check_dense,
+    check_dtypes,
+    check_module,
+    check_parts,
+)
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.unit.flat import FlatParameters
+from mpitrain.sharding.unit.layout import Cut
 from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, name_before
-from mpitrain.sharding.unit.ranks import DataParallelRanks, data_parallel_ranks
+from mpitrain.sharding.unit.ranks import DataParallelRanks, WiredGroups, data_parallel_ranks
 from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage
 from mpitrain.sharding.unit.unit import Promise, Unit
+from mpitrain.sharding.unit.wires import group_for_weights, wire_groups
 
 _log = logging.getLogger("mpitrain")
 
@@ -53,6 +61,9 @@ def fully_shard(
     storage: Literal["auto", "resident", "private"] = "auto",
     prefetch_bytes: int | None = None,
     device: torch.device | str | None = None,
+    cut: Cut = "rows",
+    wire: str | Mapping[str, str] = "fp32",
+    wire_weights: str | Mapping[str, str] = "fp32",
 ) -> nn.Module:
     """Shard the parameters of `module` that belong to no unit yet over the ranks of `mesh`, in place. Returns the module. Collective.
 
@@ -80,12 +91,19 @@ def fully_shard(
     prefetch_bytes: the bytes of private full parameters of stage 3 that may be gathered before their use, in the order of the last
     step, if gathers overlap with computation (with a progress thread, or by NCCL). None: the size of the largest unit within this
     module; 0: no prefetch. The value of the outermost module is used. device: the device of parameters that are on the meta device;
-    None: the CPU.
+    None: the CPU. cut: "rows": the shards of a unit are as equal as rows of parameters allow. "parameters": each parameter is whole in
+    one shard, as `compress_gradients` needs it between copies of the shards; then shards are as equal as parameters allow. wire: the
+    format in which gradients are sent between nodes: "fp32" (as they are), "bf16", "fp16", "int8", "fp8", or "auto", int8 where a
+    measurement of the network says that it pays, else fp32. They are summed in fp32, and all ranks get the same bits. Within a node
+    nothing is encoded, and arrays in GPU memory are not where NCCL or CUDA-aware MPI moves them. A dict
+    {"node": "fp32", "network": "int8"} means the same as "int8". wire_weights: the same for gathers of weights, which stage 0 has not.
+    Below fp32 the shards are masters with all bits, which the optimizer updates and checkpoints have, and the
+    full parameters have the values that were sent.
 
     Raises:
         TypeError: an argument of a wrong type, or dtypes that cannot be reduced.
         ValueError: an argument that is wrong or not available, a module that is sharded already or has no forward, lazy parameters
-            without a shape, embeddings with sparse gradients on several ranks, tied weights across units;
+            without a shape, on several ranks embeddings with sparse gradients or torch's SyncBatchNorm, tied weights across units;
             on all ranks, if the ranks differ in the model or in the arguments.
         OSError: on all ranks, if the shared memory of a node is full and "resident" was requested. Units made before stay sharded, and
             another call, for instance with storage="private", shards the rest.
@@ -96,13 +114,16 @@ def fully_shard(
     options = Options(
         mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy, offload_policy=offload_policy,
         ignored_params=ignored_params, units=units, storage=storage, prefetch_bytes=prefetch_bytes, device=device,
+        cut=cut, wire=wire, wire_weights=wire_weights,
     )  # fmt: skip
     check_dtypes(module, options)
-    ranks = data_parallel_ranks(mesh, whole=stage == 0)
+    ranks = data_parallel_ranks(mesh, whole=stage == 0, tensor=tensor_ranks_of(module.parameters()))
     check_parts(module, ranks, mesh)
     check_alike(ranks.data_parallel, described(module, options), caller="fully_shard", remedy=REMEDY)
     if ranks.data_parallel.size > 1:
         check_dense(module, options)
+        check_batch_norms(module)
+    ranks = wire_groups(ranks, options.wire, options.wire_weights)
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     policy = options.policy
     blocks = _automatic_blocks(module) if units == "auto" else []
@@ -122,7 +143,7 @@ def fully_shard(
             its = replace(policy.of_kept(), output_dtype=None)  # the modules around it compute in fp32, too
         elif id(part) in are_kept:
             its = policy.of_kept()
-        kinds = _by_kind(part, names[id(part)], options.ignored)
+        kinds = _by_kind(part, names[id(part)], options.ignored, ranks.wired)
         unit = Unit(
             ranks, [_flat(params, ranks, its, options, num_group) for params in kinds], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
@@ -180,6 +201,9 @@ def _flat(
 ) -> FlatParameters:
     """Put `params` into one flat buffer. Collective."""
     original = params[0][2]
+    if ranks.wired.encodes_weights and original.ndim < 2:
+        # As in ZeRO++, where small parameters are not gathered: an error of gains near 1 changes all activations.
+        ranks = ranks._replace(wired=ranks.wired._replace(weights=ranks.shard, encodes_weights=False))
     device = original.device
     if device.type == "meta":
         device = torch.device(options.device or "cpu")
@@ -204,12 +228,11 @@ def _storage(
     if options.storage != "private" and options.stage > 0 and device.type == "cpu":
         resident, problem = None, None
         try:
-            resident = Resident(shapes, ranks.shard, dtype, device)
+            resident = Resident(shapes, ranks.wired.weights, dtype, device, cut=options.cut)
         except OSError as error:
             problem = error
-        problems = ranks.data_parallel.all_gather_object(
-            None if problem is None else str(problem)
-        )  # one node may lack the memory
+        # One node may lack the memory.
+        problems = ranks.data_parallel.all_gather_object(None if problem is None else str(problem))
         if not any(problems) and resident is not None:
             return resident
         reason = next(text for text in problems if text)
@@ -217,9 +240,9 @@ def _storage(
             raise OSError(reason) from problem
         _log.info("full parameters are private from now on: %s", reason)
     if options.stage < 3 or ranks.shard.size == 1:
-        return Kept(shapes, ranks.shard, dtype, device)
-    group = None if num_group is None else group_of(ranks.shard, num_group)
-    return Gathered(shapes, ranks.shard, dtype, device, group)
+        return Kept(shapes, ranks.wired.weights, dtype, device, cut=options.cut)
+    group = None if num_group is None else group_for_weights(ranks, num_group)
+    return Gathered(shapes, ranks.wired.weights, dtype, device, group, cut=options.cut)
 
 
 def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
@@ -244,10 +267,10 @@ def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
     return True, None if asked == size else asked
 
 
-def _by_kind(module: nn.Module, path: str, ignored: set[int]) -> list[NamedParams]:
-    """The parameters of a module that belong to no unit yet, by dtype, requires_grad, device, and whether two stages have them.
+def _by_kind(module: nn.Module, path: str, ignored: set[int], wired: WiredGroups) -> list[NamedParams]:
+    """The parameters of a module that belong to no unit yet, by dtype, requires_grad, device, and which ranks hold them alike.
 
-    `path`: the module's name.
+    `path`: the module's name. If weights are encoded, vectors are apart from matrices, because they are sent exactly.
     """
     inside = {id(m) for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()}
     users: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -265,11 +288,19 @@ def _by_kind(module: nn.Module, path: str, ignored: set[int]) -> list[NamedParam
                 )
             users.setdefault(id(param), []).append((owner, name))
             found.setdefault(id(param), (full_name, param))
-    kinds: dict[tuple[torch.dtype, bool, torch.device, bool], NamedParams] = {}
+    kinds: dict[Hashable, NamedParams] = {}
     for key, (name, param) in found.items():
-        # In a buffer of its own a parameter of two stages has the same rows on each rank of both, whatever else they have.
-        is_tied = (part := part_of(param)) is not None and part.tied is not None
-        kinds.setdefault((param.dtype, param.requires_grad, param.device, is_tied), []).append(
-            (name, users[key], param)
-        )
+        alike = _ranks_alike(part_of(param), is_lossy=wired.is_lossy)
+        kind = param.dtype, param.requires_grad, param.device, wired.encodes_weights and param.ndim < 2, *alike
+        kinds.setdefault(kind, []).append((name, users[key], param))
     return list(kinds.values())
+
+
+def _ranks_alike(part: Part | None, *, is_lossy: bool) -> tuple[bool, Communicator | None]:
+    """Whether several stages hold a parameter alike, and the tensor-parallel ranks that do so, if the wire could make it differ.
+
+    In a buffer of its own such a parameter has the same rows on each of these ranks, whatever else they have, and the errors of a wire
+    are the same, too ([Note: alike] in wires.py).
+    """
+    copies = None if part is None or not is_lossy else part.copies
+    return part is not None and part.tied is not None, copies if copies is not None and copies.size > 1 else None

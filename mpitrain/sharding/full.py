@@ -17,7 +17,8 @@ def unshard(model: nn.Module) -> Iterator[nn.Module]:
     `model`: a model, or a part of a model that has run. Collective: all ranks enter and leave the block together. Forwards in the block
     keep the full parameters, so a loop that generates text gathers once. Do not write to full parameters, because the storage decides
     which ranks see the change; write to the shards outside of the block. RuntimeError within a forward, where parameters are full
-    already. No effect on a model without sharded parts.
+    already. No effect on a model without sharded parts. With `wire_weights` below fp32 the full parameters have the values that forward
+    and backward use; `mpitrain.full_state_dict` has those of the masters.
     """
     steps = list(dict.fromkeys(step_of(part) for part in outermost(model)))
     for step in steps:

@@ -21,3 +21,15 @@ class StagePlan:
     stream: str
     input: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+
+    def layer_of(self, name: str) -> str:
+        """The layer of a parameter: "embedding" (what comes before the blocks), "blocks.N", or "head" (what comes after them).
+
+        ValueError for a parameter of no module of the plan.
+        """
+        module = name.partition(".")[0]
+        if name.startswith(f"{self.blocks}."):
+            return f"blocks.{name.removeprefix(f'{self.blocks}.').partition('.')[0]}"
+        if module in self.first or module in self.last:
+            return "embedding" if module in self.first else "head"
+        raise ValueError(f"the plan of the model's stages names no module of the parameter {name}")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import collectives
@@ -33,9 +34,13 @@ def train(config: Config, comm: Communicator, building: Callable[[], AbstractCon
         trainer.fit()
 
     axes = {"pp": parallel.pipeline, "tp": parallel.tensor, "dp_replicate": parallel.copies}
+    has_local_steps = parallel.local_steps > 0
+    if has_local_steps:  # a copy with a lost rank is left out
+        axes["dp_shard"] = max(comm.size // prod(axes.values()), 1)
     batches = config.train.batch // config.train.accumulate
     survive(
-        attempt, comm, axes=axes, batches=batches, min_ranks=config.train.min_ranks, progress=lambda: lasting.progress
+        attempt, comm, axes=axes, batches=batches, whole_copies=has_local_steps, min_ranks=config.train.min_ranks,
+        progress=lambda: lasting.progress,
     )  # fmt: skip
     # The run has ended with a checkpoint. A node whose ranks had no work at the end may have copies from before.
     if collectives.world().node.rank == 0 and (lease := read_lease(Path(config.run))) is not None:

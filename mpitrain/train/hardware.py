@@ -70,6 +70,9 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
         start = _now(device)
         multiply(a, a.t())  # as in a linear layer; oneDNN takes 1.04 times as long for a @ a
         times.append(_now(device) - start)
+    if device.type == "cuda":
+        del a
+        torch.cuda.reset_peak_memory_stats(device)  # the products may need more memory than a small model
     return 2 * n**3 / min(times)
 
 

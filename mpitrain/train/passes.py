@@ -1,6 +1,7 @@
 """The forwards and backwards of the main job, of one model on each rank or of the stages of a pipeline; its time in communication."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from mpitrain.models import LanguageModel
 from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.optim.norms import Spent
 from mpitrain.sharding.module import steps_of
+from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.stages import Pipeline
 from mpitrain.tensor.layers import exchanges_of
 from mpitrain.train.batches.micro_batch import MicroBatch
@@ -72,17 +74,21 @@ class WholePasses:
         self._model, self._device = model, device
 
     def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> float:
+        # The gradients of a step are compressed once. Without compression the micro-batches' reductions need less memory.
+        no_sync: Any = getattr(self._model, "no_sync", nullcontext)
+        waits = compression_of(self._model) is not None
         total = torch.zeros((), device=self._device)
         before, shares = clock.seconds["forward"] + clock.seconds["backward"], None
         if self._device.type == "cuda":
             shares = DeviceShares(partial(torch.cuda.Event, enable_timing=True))
             shares.mark()
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             loss = self._loss(batch)
             clock.lap("forward")
             if shares is not None:
                 shares.mark()
-            scale(loss).backward()
+            with no_sync() if waits and number < len(batches) else nullcontext():
+                scale(loss).backward()
             total += loss.detach()
             clock.lap("backward")
             if shares is not None:
@@ -167,11 +173,12 @@ class CommunicationClock:
     def __init__(self, model: nn.Module, passes: Passes) -> None:
         self._model, self._passes, self.more_s = model, passes, 0.0
         self._exchanges = exchanges_of(model)
-        self._steps = steps_of(model)
+        self._steps, self._diloco = steps_of(model), diloco_of(model)
 
     def seconds(self) -> float:
         """So far. It is read several times a step."""
         if not self._steps:  # the first forward makes them
             self._steps = steps_of(self._model)
         of_model = sum(step.comm_s for step in self._steps) + sum(exchange.seconds for exchange in self._exchanges)
+        of_model += 0.0 if self._diloco is None else self._diloco.comm_s
         return of_model + Spent.seconds + self._passes.communication_s() + self.more_s

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,15 +11,20 @@ import torch
 
 import ckpt
 from collectives import Communicator
-from mpitrain.config import CheckpointConfig, Config, ConfigError, differences, from_text, to_toml
+from mpitrain.config import CheckpointConfig, Config, ConfigError, ParallelConfig, differences, from_text, to_toml
 from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
 from mpitrain.rank0 import on_rank0
+from mpitrain.sharding import DiLoCo
+from mpitrain.sharding.unit.registry import diloco_of
+from mpitrain.sharding.unit.wires import chosen_format
 from mpitrain.train import random_states
 from mpitrain.weights import state
 
 _RANDOM = "random/states"
 _EXPECTED = ("step", "config", "num_ranks", "data")
+_WIRES = ("wire", "wire_weights")
+"""Settings of `parallel`, of which a checkpoint has what "auto" has chosen."""
 
 
 class Resumed(NamedTuple):
@@ -40,6 +45,7 @@ def collect(
     optimizer: torch.optim.Optimizer,
     *,
     config: Config,
+    parallel: ParallelConfig,
     comm: Communicator,
     step: int,
     next_sample: int,
@@ -49,7 +55,8 @@ def collect(
     data: tuple[dict[str, Any], dict[str, Any]],
     lease: Lease | None = None,
 ) -> state.Collected:
-    """The state after `step` steps. `data`: of `RankBatches.state`. Collective if the model is a pipeline."""
+    """The state after `step` steps. `parallel`: of `settle_wires`. `data`: of `RankBatches.state`. Collective if the model is a
+    pipeline."""
     meta: dict[str, Any] = {
         "step": step,
         "config": to_toml(config),
@@ -57,6 +64,8 @@ def collect(
         "collectives": comm.table.to_dict(),  # the choice of algorithms decides the order of additions
         "data": {"fingerprint": fingerprint, "seed": config.train.seed, "next_sample": next_sample},
     }
+    if any(getattr(config.parallel, name) != "fp32" for name in _WIRES):
+        meta["wires"] = {**{name: getattr(parallel, name) for name in _WIRES}, "num_nodes": comm.num_nodes}
     if data[0]:
         meta["data"]["documents"] = data[0]
     if stepper:
@@ -90,13 +99,14 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     *,
     config: Config,
+    parallel: ParallelConfig,
     comm: Communicator,
     fingerprint: str,
     seed_of: int,
     room: Callable[[Mapping[str, Any]], dict[str, np.ndarray]],
     is_own: bool,
 ) -> Resumed:
-    """Load a state that `save` wrote on any number of ranks. Collective. `room`: see `RankBatches.room`.
+    """Load a state that `save` wrote on any number of ranks. Collective. `parallel`: of `settle_wires`. `room`: see `RankBatches.room`.
 
     `is_own`: of this run. From the state of another run the model goes on with other data, too, which begin anew.
 
@@ -108,6 +118,11 @@ def load(
     with comm.together():
         saved = from_text(meta["config"], str(source))
         _check_model(saved, config, source)
+        if optimizer is not None and saved.optim.name != config.optim.name:
+            raise ConfigError(
+                f"{source} has the state of optim.name {saved.optim.name}, here {config.optim.name}; continue with its optimizer, or "
+                "start another run with --run"
+            )
         documents = meta["data"].get("documents", {})
         try:
             of_data = room(documents)
@@ -126,6 +141,8 @@ def load(
     if there == here:
         tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
     state.load(source, model, optimizer, tensors={**tensors, **of_data}, hyperparameters=False)
+    if (diloco := diloco_of(model)) is not None:
+        remarks += _of_copies(diloco, meta)
     if tensors:
         random_states.unpack(rows, device)
     else:
@@ -139,12 +156,29 @@ def load(
         remarks.append(other_data)
     elif meta["data"]["fingerprint"] != fingerprint:
         remarks.append("the data have changed since it was saved: the order of the samples differs from now on")
+    for name in _WIRES:
+        then, now = meta.get("wires", {}).get(name), getattr(parallel, name)
+        if getattr(config.parallel, name) == "auto" and then not in (None, now):
+            remarks.append(f"parallel.{name}: auto was {then} when it was saved, and is {now} now")
     for line in differences(saved, config):
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
     return Resumed(
         step, meta["data"]["next_sample"], documents, of_data, meta.get("stepper", {}), remarks, meta.get("health", {})
     )  # fmt: skip
+
+
+def _of_copies(diloco: DiLoCo, meta: Mapping[str, Any]) -> list[str]:
+    """Let the local steps go on after a load. Returns a remark if the copies are others than those saved."""
+    if "diloco" not in meta:
+        diloco.restart(meta["step"])
+        return []
+    there, here = meta["diloco"].get("copies"), diloco.num_copies
+    if not diloco.is_local or there is None or there == here:
+        return []
+    return [
+        f"it was saved by {there} copies in local steps, now {here}: docs/network-local-steps.md tells what each takes"
+    ]
 
 
 def _take_table(table: Any, comm: Communicator) -> list[str]:
@@ -156,6 +190,32 @@ def _take_table(table: Any, comm: Communicator) -> list[str]:
     except ValueError as error:  # on all ranks: the table is from another version of `collectives`
         return [f"collectives are chosen again, so last digits may differ: {error}"]
     return []
+
+
+def settle_wires(parallel: ParallelConfig, comm: Communicator, start: Path | ckpt.Url | None) -> ParallelConfig:
+    """The settings with the formats that are used, the same on all ranks. Collective.
+
+    On one node these are fp32. In place of "auto" it is the format with which the checkpoint `start` was trained, so that a resume
+    gives the same bits. Without one, or on other numbers of ranks or nodes, whose sums have other bits anyway, it is measured.
+    """
+    if comm.num_nodes == 1:
+        return replace(parallel, wire="fp32", wire_weights="fp32")
+    asked = [name for name in _WIRES if getattr(parallel, name) == "auto"]
+    if not asked:
+        return parallel
+    kept = on_rank0(comm, lambda: _wires_of(start, comm))
+    found: dict[str, Any] = {name: kept.get(name) or chosen_format(comm, "auto") for name in asked}
+    return replace(parallel, **found)
+
+
+def _wires_of(start: Path | ckpt.Url | None, comm: Communicator) -> dict[str, Any]:
+    """The formats of a checkpoint that was saved on the same numbers of ranks and nodes; empty without one."""
+    try:
+        meta = {} if start is None else ckpt.open(start).meta
+    except ckpt.CheckpointError:  # loading the checkpoint reports the error, or reads a copy
+        return {}
+    wires = meta.get("wires", {})
+    return wires if (meta.get("num_ranks"), wires.get("num_nodes")) == (comm.size, comm.num_nodes) else {}
 
 
 class Age(NamedTuple):

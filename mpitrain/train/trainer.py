@@ -3,6 +3,8 @@
 import math
 import os
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,8 @@ from mpitrain.monitor.record.lines import is_evaluated
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.monitor.sinks import check_sinks
 from mpitrain.rank0 import on_rank0
+from mpitrain.sharding.unit.registry import compression_of
+from mpitrain.sharding.unit.wires import about_one_node
 from mpitrain.train import random_states, saving, stop
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.rank_batches import RankBatches
@@ -33,7 +37,7 @@ from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMe
 from mpitrain.train.evaluation import Evaluator
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
 from mpitrain.train.lr import learning_rate
-from mpitrain.train.model import make_model, make_optimizer
+from mpitrain.train.model import make_diloco, make_model, make_optimizer
 from mpitrain.train.observers import Observers
 from mpitrain.train.passes import CommunicationClock
 from mpitrain.train.run import Run
@@ -101,10 +105,16 @@ class Trainer:
                 )
         # A load gives the model its values if there is a checkpoint, and most likely after a loss of ranks.
         self._has_values = self.start is None and (lasting is None or lasting.recovered is None)
-        self.model, self.passes = make_model(config, self.mesh, self.hardware.device, has_values=self._has_values)
+        self.parallel = saving.settle_wires(parallel, comm, self.start)
+        """The settings, with the wire formats that are used."""
+        self.model, self.passes = make_model(
+            replace(config, parallel=self.parallel), self.mesh, self.hardware.device, has_values=self._has_values
+        )
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
+        # Only weights are loaded to evaluate: the outer parameters.
+        self.diloco = None if config.train.eval_only else make_diloco(self.model, config.parallel)
         self._communication = CommunicationClock(self.model, self.passes)
         self.observers = Observers(
             config, comm, self.run, model=self.model, optimizer=self.optimizer, passes=self.passes, hardware=self.hardware,
@@ -165,8 +175,8 @@ class Trainer:
     def train_step(self) -> tuple[StepMetrics, bool]:
         """One step of the optimizer; returns its metrics and whether any rank was asked to stop.
 
-        The loss is the sum over the targets of the global batch that count, divided by their number. Ranks and micro-batches may have
-        different numbers of them.
+        The loss is the sum over the targets of the global batch that count, divided by their number; in local steps the gradient is
+        that of the same mean over the copy's own targets. Ranks and micro-batches may have different numbers of them.
         """
         config, observers, clock = self.config, self.observers, self.monitor.clock
         observers.begin_step(self.step + 1)
@@ -177,13 +187,19 @@ class Trainer:
             raise
         clock.lap("data")
         # The ranks of `tp` and `pp` have the same targets: the sums of targets and of losses both count each target once for each.
-        num_counted, num_padding = self._sum(
-            sum(batch.num_counted for batch in batches), sum(batch.num_padding for batch in batches)
-        )
-        weight = self.comm.size / max(num_counted, 1)  # of a loss: the gradient is the mean over the data ranks
-        lr = learning_rate(config.optim, self.step, config.train.steps)
+        # Those of each copy: in local steps a gradient is the mean over one copy's ranks.
+        num_copies, copy = (1, 0) if self.diloco is None else (self.diloco.num_copies, self.diloco.copy)
+        counted = [sum(batch.num_counted for batch in batches) * (number == copy) for number in range(num_copies)]
+        num_padding, *counted_by_copy = self._sum(sum(batch.num_padding for batch in batches), *counted)
+        num_counted = sum(counted_by_copy)
+        # The weight of a loss: the gradient is the mean over the ranks that train as one.
+        if self.diloco is not None and self.diloco.is_local:
+            weight = self.comm.size / num_copies / max(counted_by_copy[copy], 1)
+        else:
+            weight = self.comm.size / max(num_counted, 1)
+        lr = learning_rate(config, self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_factor", 1.0)
         self.optimizer.zero_grad(set_to_none=True)
         clock.lap("optimizer")
         with observers.passing():
@@ -193,11 +209,21 @@ class Trainer:
         observers.after_backward(self.stepper.loss_scale)
         grad_norm, loss_scale = self.stepper.clip(), self.stepper.loss_scale
         clock.lap("optimizer")
-        # One message sums the losses of the global batch, the requests to stop, whether rank 0 lost the folder, and odd norms.
+        # One message sums the losses of the global batch, the requests to stop, whether rank 0 lost the folder, odd norms, and the
+        # squares of norms.
         is_odd = self.health.is_odd(grad_norm)
-        total_loss, asked, lost, odd, num_damaged, *observed = self._sum(
-            total, stop.requested(), self.run.is_lost(), is_odd, self.batches.num_damaged(), *observers.values(batches)
+        total_loss, asked, lost, odd, squares, num_damaged, *observed = self._sum(
+            total,
+            stop.requested(),
+            self.run.is_lost(),
+            is_odd,
+            grad_norm * grad_norm,
+            self.batches.num_damaged(),
+            *observers.values(batches),
         )
+        if self.diloco is not None and self.diloco.is_local:
+            # Each copy has its own norm, and all ranks decide by the same one.
+            grad_norm = math.sqrt(squares / self.comm.size)
         observers.met(observed, is_lost=lost > 0)
         mean = total_loss / num_counted if num_counted else math.nan
         if lost:
@@ -212,6 +238,10 @@ class Trainer:
                 raise _GoBackError(bad) from error
             with self.comm.together():  # every rank has the same numbers
                 raise error from None
+        if self.diloco is not None:
+            self.diloco.step()  # also after a skipped step, so that its number alone decides
+            if self.step + 1 == config.train.steps:
+                self.diloco.outer_step()
         clock.lap("optimizer")
         self.health.after_step(self.step, taken=taken)
         clock.lap("check")
@@ -266,6 +296,7 @@ class Trainer:
             self.model,
             self.optimizer,
             config=self.config,
+            parallel=self.parallel,
             comm=self.comm,
             step=self.step,
             next_sample=self.batches.train.next_sample(self.step),
@@ -295,6 +326,7 @@ class Trainer:
             self.model,
             optimizer,
             config=self.config,
+            parallel=self.parallel,
             comm=self.comm,
             fingerprint=self.found.fingerprint,
             seed_of=self._seed_of,
@@ -315,10 +347,18 @@ class Trainer:
         self.health.load_state_dict(resumed.health)
         return resumed.remarks
 
+    def _initialize(self) -> None:
+        """Give the model its initial values."""
+        initialize(self.model, seed=self.config.train.seed)
+        if self.diloco is not None:
+            self.diloco.restart()
+
     def _start_over(self) -> None:
         """Make the state at step 0 again, the same bits."""
-        initialize(self.model, seed=self.config.train.seed)
+        self._initialize()
         self.optimizer.state.clear()
+        if (compression := compression_of(self.model)) is not None:
+            compression.reset()
         self.step = 0
         self.batches.start_over()
         self.stepper.load_state_dict(self._first_stepper)
@@ -401,7 +441,7 @@ class Trainer:
             lines = self.load(self.start)
             self._start_step = self.step
         elif not self._has_values:
-            initialize(self.model, seed=self.config.train.seed)
+            self._initialize()
         for line in [] if is_recovery else lines:
             self._say(line)
         # Its words alone: the copies would keep the memory of their files.
@@ -530,7 +570,8 @@ class Trainer:
             self.run.check_lock()
 
     def _evaluate_and_report(self) -> None:
-        found = self.evaluator.evaluate()
+        with nullcontext() if self.diloco is None else self.diloco.swapped():
+            found = self.evaluator.evaluate()
         self._check_lock()
         self.monitor.evaluated(found.metrics())
         self._say(f"step {self.step}  {found}")
@@ -550,9 +591,21 @@ class Trainer:
             f"{where}{idle}\n"
             f"model {model.family} {model.size}: {num_parameters(sizes) / 1e6:.2f} M parameters, {held / 1e6:.2f} M on rank 0\n"
             f"data: {self.found}\n"
+            + self._about_wires()
             + "".join(f"{line}\n" for line in self._about_engines)
             + f"run {self.run.folder} {self.beginning}"
         )
+
+    def _about_wires(self) -> str:
+        """A line if gradients or weights are encoded between nodes, or are not though the settings ask for it."""
+        if self.comm.num_nodes == 1:
+            line = about_one_node(self.config.parallel.wire, self.config.parallel.wire_weights)
+            return f"{line}\n" if line else ""
+        wires = self.parallel.wire, self.parallel.wire_weights
+        if wires == ("fp32", "fp32"):
+            return ""
+        but = ", but as they are by NCCL and CUDA-aware MPI" if self.hardware.device.type == "cuda" else ""
+        return f"between nodes: gradients as {wires[0]}, weights as {wires[1]}{but}\n"
 
     def _sum(self, *values: float) -> list[float]:
         """The sum of each value over the ranks, bit for bit the same on all ranks."""

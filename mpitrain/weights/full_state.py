@@ -9,18 +9,20 @@ from torch import nn
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.weights.files import some
-from mpitrain.weights.targets import Target, begin, chunks_on_rank0, fill, ranks_of_model, targets_of
+from mpitrain.weights.targets import Target, begin, chunks_on_rank0, fill, ranks_of_model, targets_of, weights_of
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The unsharded state dict of a sharded model: in host memory on rank 0, an empty dict on the other ranks. Collective.
 
-    Tensors come in chunks, one after the other: a rank other than 0 needs memory for 16 MiB only.
+    Tensors come in chunks, one after the other: a rank other than 0 needs memory for 16 MiB only. The values are those of the masters,
+    which the optimizer updates, and not those that `param_dtype` or `wire_weights` of `fully_shard` makes of them. Between two outer
+    steps of `DiLoCo` they are the outer parameters.
     """
     comm = ranks_of_model(model)
     if comm is None:
         return {name: value.detach().cpu() for name, value in model.state_dict().items()}
-    targets = targets_of(model)
+    targets = weights_of(model)
     chunks = chunks_on_rank0(targets, [target.tensor.dtype for target in targets], comm)
     full: dict[str, torch.Tensor] = {}
     for target in targets if comm.rank == 0 else ():

@@ -13,7 +13,7 @@ from mpitrain.parts import Box, Part, Piece, part_of, stages_of
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.step import Phase
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import params_by_shard, sharded_over, units_of
+from mpitrain.sharding.unit.registry import diloco_of, params_by_shard, sharded_over, units_of
 
 _CHUNK_BYTES = 16 << 20  # sent at a time
 
@@ -54,6 +54,13 @@ def targets_of(model: nn.Module) -> list[Target]:
             names=known[name].names, pieces=pieces, is_copy=target.is_copy or stages.rank != first[name]
         )
     return list(known.values())
+
+
+def weights_of(model: nn.Module) -> list[Target]:
+    """The same to be read: with local steps the outer parameters while the copies differ. Collective."""
+    diloco = diloco_of(model)
+    outer = diloco.outer if diloco is not None and diloco.is_apart else {}
+    return [target._replace(tensor=outer.get(target.names[0], target.tensor)) for target in targets_of(model)]
 
 
 def _own_targets(model: nn.Module) -> list[Target]:

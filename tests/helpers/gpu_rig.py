@@ -12,6 +12,7 @@ from device_model import ModelBinding, ModelCupyKernels, ModelTorchKernels, Unto
 
 from collectives import Communicator
 from collectives.arrays import devices
+from collectives.communicator import dispatch
 from collectives.transports.gpu import cuda, device, watch
 from collectives.transports.gpu.binding import NcclUnavailableError
 from collectives.transports.gpu.cuda import Support
@@ -65,6 +66,10 @@ class Gpu:
         # What CuPy would do: the copy, when the work before it in the stream has ended.
         monkeypatch.setattr(devices, "to_host", self._to_host)
         monkeypatch.setattr(devices, "to_device", self._to_device)
+        key_of = dispatch.key_of
+        monkeypatch.setattr(
+            dispatch, "key_of", lambda x: key_of(x.values) if isinstance(x, OnGpu) else key_of(x)
+        )  # as tensors
         self.staged = 0
 
     def _wait_for_stream(self, index: int, stream: int) -> None:

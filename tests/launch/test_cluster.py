@@ -159,6 +159,43 @@ for step in range(2):
     assert all(0.99 < ratio < 1.02 for ratio in ratios), ratios
 
 
+@pytest.mark.parametrize(("hosts", "rate", "auto"), [("2x2", "100mbit", "int8"), ("2x1", "10gbit", "fp32")])
+def test_wire_formats_send_the_bytes_that_are_counted(hosts: str, rate: str, auto: str) -> None:
+    """The bytes of an all-reduce on the host's link are those that its ranks count. "auto" chooses a format by the link's speed."""
+    script = """
+import hashlib, numpy as np, collectives
+comm = collectives.world()
+
+def on_link():
+    comm.barrier()
+    line = next(line for line in open("/proc/self/net/dev") if line.strip().startswith("eth0:"))
+    comm.barrier()
+    return int(line.split(":")[1].split()[8])
+
+first, nbytes = comm.rank - comm.node.rank, {}
+given = np.random.default_rng(comm.rank).standard_normal(1 << 20, np.float32)
+for name in ("fp32", "bf16", "int8"):
+    wired = comm.with_wire({"network": name})
+    wired.all_reduce(given.copy())
+    x, before, counted = given.copy(), on_link(), collectives.network_bytes()
+    wired.all_reduce(x)
+    after = on_link()
+    assert len(set(comm.all_gather_object(hashlib.sha256(x.tobytes()).hexdigest()))) == 1
+    nbytes[name] = sum(comm.all_gather_object(collectives.network_bytes() - counted)[first : first + comm.node.size])
+    if comm.node.rank == 0:
+        print("of the count", (after - before) / nbytes[name], "of fp32", nbytes[name] / nbytes["fp32"], flush=True)
+print("auto", comm.with_wire({"network": "auto"}).wire["network"], flush=True)
+"""
+    result = cluster("-H", hosts, "--rate", rate, "python", "-c", script)
+    assert result.returncode == 0, str(result)
+    lines = [line.split() for line in result.stdout.splitlines()]
+    ratios = sorted((float(words[6]), float(words[3])) for words in lines if words[:1] == ["of"])
+    # A link with a limit sends packets of 1,448 bytes with headers of 66, and acknowledgements.
+    assert all(0.99 < on_link < 1.09 for _, on_link in ratios), str(result)
+    np.testing.assert_allclose([of_fp32 for of_fp32, _ in ratios], [0.254] * 2 + [0.5] * 2 + [1] * 2, atol=1e-3)
+    assert {words[1] for words in lines if words[:1] == ["auto"]} == {auto}, str(result)
+
+
 # How a job ends
 
 # Says in which networks the ranks are, then does what its argument says on the last rank, and waits for SIGUSR1.

@@ -5,7 +5,7 @@ Each collective returns whether it was carried out here. If not, the caller goes
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from collectives.diagnosis.record import Log
 from collectives.diagnosis.recorder import Recorder
 from collectives.progress.work import Work
 from collectives.schedules import BUILDERS
-from collectives.selection.selector import Placement, obstacle, schedule_by_rule
+from collectives.selection.selector import EXACT, Placement, obstacle, schedule_by_rule
 from collectives.transports.executor import Executor
 from collectives.transports.gpu import cuda, device_messages, watch
 from collectives.transports.gpu.binding import NcclUnavailableError
@@ -37,10 +37,23 @@ _log = logging.getLogger("collectives")
 class Devices:
     """A communicator's transports between GPUs. The first collective on arrays in GPU memory finds out which ones work."""
 
-    def __init__(self, mpi: Any, *, placement: Placement, recorder: Recorder, flush: Callable[[], None]) -> None:
-        """`placement`: of the ranks of `mpi`. `flush()`: carries out the operations that come before a collective."""
+    def __init__(
+        self,
+        mpi: Any,
+        *,
+        placement: Placement,
+        away: Collection[int],
+        recorder: Recorder,
+        flush: Callable[[], None],
+        wire: Callable[[], str],
+    ) -> None:
+        """`placement`: of the ranks of `mpi`; `away`: those on other nodes.
+
+        `flush()`: carries out the operations that come before a collective. `wire()`: the format of data between nodes, without NCCL.
+        """
         self._mpi, self._rank, self._size, self._placement = mpi, mpi.rank, mpi.size, placement
-        self._recorder, self._flush = recorder, flush
+        self._away = away
+        self._recorder, self._flush, self._wire = recorder, flush, wire
         self._nccl: Nccl | None = None
         self._why_not = ""
         self._index: int | None = None
@@ -171,7 +184,7 @@ class Devices:
         if algorithm == "mpi":
             return Library(self._mpi, self._kernels)
         if self._executor is None:
-            self._executor = Executor(self._mpi, self._kernels)
+            self._executor = Executor(self._mpi, self._kernels, away=self._away)
         return Scheduled(self._executor, algorithm, rank=self._rank, size=self._size)
 
     def _mark(
@@ -203,6 +216,9 @@ class Devices:
             if cuda.agree(self._mpi, None if kernels is None else kernels.array).aware:
                 self._kernels = kernels
             self._has_looked = True
+        mover = "NCCL" if self._nccl is not None else "CUDA-aware MPI" if self._kernels is not None else ""
+        if mover and self._placement.num_nodes > 1 and (wire := self._wire()) != EXACT:
+            say_once(f"arrays in GPU memory are sent between nodes as they are, not in {wire}: {mover} moves them")
 
 
 class Connected:

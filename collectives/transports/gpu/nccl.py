@@ -18,7 +18,7 @@ from collectives.diagnosis import together
 from collectives.transports.gpu.binding import Binding, Gpu, NcclUnavailableError, RawCommunicator, load, version_text
 from collectives.transports.gpu.lane import Lane, lane_of
 from collectives.transports.gpu.nccl_queue import DeviceCall, Handle, NcclError, Queue
-from collectives.transports.transport import parts
+from collectives.transports.transport import Counts, parts
 
 _OPS = {"sum": "NCCL_SUM", "avg": "NCCL_SUM", "prod": "NCCL_PROD", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
@@ -211,12 +211,18 @@ class Nccl(Queue):
                     calls += self._send(x.address + peer * out.nbytes, out.nbytes, peer)
         return self._run("scatter", [out] if x is None else [out, x], dtype, calls, async_op)
 
-    def all_to_all(self, out: DeviceArray, x: DeviceArray, dtype: DType, *, async_op: bool = False) -> Handle | None:
-        """Part i of `x` goes to rank i; part i of `out` comes from rank i. Parts are equal; `x` and `out` must not overlap."""
-        nbytes, calls = x.nbytes // self.size, list[DeviceCall]()
-        for peer in range(self.size):
-            calls += self._send(x.address + peer * nbytes, nbytes, peer)
-            calls += self._recv(out.address + peer * nbytes, nbytes, peer)
+    def all_to_all(
+        self, out: DeviceArray, x: DeviceArray, counts: Counts | None, dtype: DType, *, async_op: bool = False
+    ) -> Handle | None:
+        """Part i of `x` goes to rank i; part i of `out` comes from rank i. `x` and `out` must not overlap.
+
+        `counts`: the number of elements of each part; None: parts are equal.
+        """
+        send, recv = counts or Counts.equal(x.nbytes // dtype.itemsize, self.size)
+        calls = list[DeviceCall]()
+        for peer, (to, source) in enumerate(zip(parts(send), parts(recv), strict=True)):
+            calls += self._send(x.address + to[0] * dtype.itemsize, send[peer] * dtype.itemsize, peer)
+            calls += self._recv(out.address + source[0] * dtype.itemsize, recv[peer] * dtype.itemsize, peer)
         return self._run("all_to_all", [out, x], dtype, calls, async_op)
 
     # Point to point. Two ranks that both send before they receive must use a group, else they wait for each other forever.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.transports.transport import parts
+from collectives.transports.transport import Counts, parts
 
 
 class Pull(NamedTuple):
@@ -67,11 +67,31 @@ class ByPulling:
         else:
             self.pull(flat, [], length)
 
-    def all_to_all(self, out: np.ndarray, flat: np.ndarray) -> None:
-        """`out` and `flat` must not overlap."""
-        count = flat.size // self._size
-        pulls = [pull._replace(start=self._rank * count) for pull in _whole(out, [count] * self._size)]
-        self.pull(flat, pulls, flat.size)
+    def all_to_all(self, out: np.ndarray, flat: np.ndarray, counts: Counts | None = None) -> None:
+        """`out` and `flat` must not overlap. ValueError on all ranks if a rank's counts do not fit those of the others."""
+        if counts is None:
+            sent = np.full((self._size, self._size), flat.size // self._size)
+        else:  # a part's place in its sender's array follows from the counts of the sender, which no other rank knows
+            sent = self._sent(counts)
+        begins = np.cumsum(sent, axis=1) - sent
+        pulls = [
+            pull._replace(start=int(begins[pull.peer, self._rank]))
+            for pull in _whole(out, sent[:, self._rank].tolist())
+        ]
+        self.pull(flat, pulls, int(sent.sum(axis=1).max()))
+
+    def _sent(self, counts: Counts) -> np.ndarray:
+        """The counts of all ranks, (sender, receiver)."""
+        all_counts = np.empty((self._size, 2, self._size), np.int64)
+        mine = np.array(counts, np.int64).reshape(-1)
+        self.all_gather(all_counts.reshape(-1), mine, [mine.size] * self._size)
+        sent, received = all_counts[:, 0], all_counts[:, 1].T
+        for sender, receiver in np.argwhere(sent != received)[:1].tolist():
+            raise ValueError(
+                f"all_to_all: rank {sender} sends {sent[sender, receiver]} elements to rank {receiver}, which expects "
+                f"{received[sender, receiver]}; expected the same number in send_counts and recv_counts"
+            )
+        return sent
 
 
 def _whole(out: np.ndarray, counts: Sequence[int]) -> list[Pull]:

@@ -17,19 +17,8 @@ from mpitrain.models.loss import IGNORED, observed
 from mpitrain.optim.norms import norms_of_each
 from mpitrain.optim.spread import counts_in_norms
 from mpitrain.sharding.unit.registry import params_by_shard
-from mpitrain.stages.plan import StagePlan
 from mpitrain.tensor.layers import VocabularyCrossEntropy
 from mpitrain.tensor.vocabulary import entropy
-
-
-def layer_of(name: str, plan: StagePlan) -> str:
-    """The layer of a parameter. ValueError for a parameter of no module of the plan."""
-    module = name.partition(".")[0]
-    if name.startswith(f"{plan.blocks}."):
-        return f"blocks.{name.removeprefix(f'{plan.blocks}.').partition('.')[0]}"
-    if module in plan.first or module in plan.last:
-        return "embedding" if module in plan.first else "head"
-    raise ValueError(f"the plan of the model's stages names no module of the parameter {name}")
 
 
 class _Sums(NamedTuple):
@@ -103,7 +92,7 @@ class LayerFigures:
         updates = norms_of_each(self._before)
         own = {layer: _Sums(0, 0, 0, 0, 0) for layer in self.layers}
         for (name, _), of_grad, norm, update in zip(self._counted, self._of_grads, norms, updates, strict=True):
-            layer = layer_of(name, self._model.stage_plan)
+            layer = self._model.stage_plan.layer_of(name)
             more = (*of_grad, norm * norm, update * update)
             own[layer] = _Sums(*(a + b for a, b in zip(own[layer], more, strict=True)))
         # All ranks that see logits, of `tp` too, add both the sum and the number.

@@ -7,10 +7,10 @@ import numpy as np
 
 FIGURES = (
     "step_s", "data_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "comm_hidden_s", "check_s", "cpu_s", "delay_s",
-    "rows", "memory_bytes",
+    "rows", "memory_bytes", "network_bytes",
 )  # fmt: skip
-"""Of each rank in each step. Three are not in metrics.jsonl. `cpu_s`: the CPU time of the main thread. `delay_s`: the time in
-which it was ready to run and had no core. `rows`: the rank's sequences of the global batch."""
+"""Of each rank in each step. Four are not in metrics.jsonl. `cpu_s`: the CPU time of the main thread. `delay_s`: the time in
+which it was ready to run and had no core. `rows`: the rank's sequences of the global batch. `network_bytes`: sent to other nodes."""
 _NUM_SECONDS = FIGURES.index("rows")
 
 GAUGES = (

@@ -53,7 +53,8 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self._profile: Any = profile(activities=activities)
+        # There is one cycle. Without `acc_events` torch 2.11 warns that it drops the events of earlier ones.
+        self._profile: Any = profile(activities=activities, acc_events=True)
         self._profile.start()
         self._marks = self._mark()
 

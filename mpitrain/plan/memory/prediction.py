@@ -18,7 +18,9 @@ from mpitrain.sharding.unit.layout import Layout, lay_out
 Shapes = tuple[tuple[tuple[int, ...], ...], ...]
 """The shapes of the parameters of each unit."""
 
-MASTER_BYTES = 4  # bytes per element of the shards, of their gradients and of each of Adam's two moments
+MASTER_BYTES = 4  # bytes per element of the shards, of their gradients and of each running mean of the optimizer
+NUM_MEANS = {"adamw": 2, "lamb": 2, "muon": 2, "lars": 1, "sgd": 1}
+"""Running means of an optimizer. Muon has two of the parameters that are no matrices, and one of the matrices."""
 
 # Measured on Linux x86-64, torch 2.13 for CPUs, Open MPI 5, a model of 0.1 M parameters; 1 and 2 ranks.
 PROCESS_BYTES = 190_000_000
@@ -39,7 +41,7 @@ of the next block do not fit into these holes. Measured: 0.7 to 2.1."""
 KINDS = {
     "parameters": "shards, fp32, which the optimizer updates; 0 if they are rows of the full parameters",
     "gradients": "gradients of the shards, fp32; full gradients that wait for their reduction",
-    "optimizer": "Adam's two moments, fp32",
+    "optimizer": "the optimizer's running means, fp32, of muon at most; with local steps also the outer parameters and their momentum",
     "full parameters": "the parameters that forward and backward use",
     "gradient buffers": "the gradients of two units during their reduction",
     "activations": "tensors kept for the backward, and temporary tensors",
@@ -92,10 +94,13 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         storage = "resident"
     elif parallel.stage == 3 and group > 1:
         storage = "gathered"
-    in_place = storage != "gathered" and parallel.param_dtype == "float32"
+    # Gathers of weights between nodes may be encoded: then shards are masters in separate memory.
+    is_encoded = parallel.wire_weights != "fp32" and group * parallel.tensor > num_ranks // num_nodes
+    in_place = storage != "gathered" and parallel.param_dtype == "float32" and not is_encoded
     adopted = takes_grads_over(config, num_data)
     # The mean gradient of a unit (with one rank: the gradient of a parameter) has separate memory until it is added to the shards'.
     is_apart = not adopted and (config.train.accumulate > 1 or parallel.reduce_dtype != "float32")
+    num_means = NUM_MEANS[config.optim.name]
     is_checkpointed = parallel.checkpoint_activations != "none"
     heap_share = HEAP_SHARE_AGAIN if is_checkpointed else HEAP_SHARE
     process_bytes = PROCESS_BYTES + COMPILER_BYTES * is_checkpointed
@@ -108,6 +113,10 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     ring_bytes = RING_BYTES if on_node > 1 else 0
     # Two generations; on several nodes each also for a rank of another node, and after a loss the one before them.
     num_copies = (2 if num_nodes == 1 else 6) if config.train.elastic and config.train.copy_every else 0
+    has_momentum = parallel.outer == "nesterov" and parallel.outer_momentum > 0
+    num_outer = (1 + has_momentum) * (parallel.local_steps > 0)  # parameters and momentum
+    # A copy of the state has Adam's moments, the parameters, and in local steps the outer state. Then each model copy has its own.
+    num_kept = [3 + num_outer, 3 * (parallel.local_steps > 0)]
     parts = _Parts(config, num_data, group, storage)
 
     def of_rank(rank: int) -> dict[str, int]:
@@ -125,15 +134,15 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         return {
             "parameters": 0 if in_place else held,
             "gradients": step["gradients"] + is_apart * reduce_bytes * (max(counts) if num_data > 1 else part.longest),
-            "optimizer": 2 * held,
+            "optimizer": (num_means + num_outer) * held,
             "full parameters": lasting + step["full parameters"],
             "gradient buffers": num_buffers * max(layout.numel for layout in part.layouts) * reduce_bytes,
             "activations": step["activations"],
             "shared activations": step["shared activations"],
             "allocator": int(heap_share * step["heap"]),
             "data": data_bytes // on_node,
-            "checkpoint": 3 * held if config.checkpoint.background and data_rank < group else 0,
-            "copies": num_copies * 3 * held if data_rank < group else 0,
+            "checkpoint": num_kept[data_rank >= group] * held if config.checkpoint.background else 0,
+            "copies": num_copies * num_kept[data_rank >= group] * held,
             "process": process_bytes + LIBRARY_BYTES // on_node + ring_bytes,
         }
 
@@ -183,7 +192,8 @@ class _Parts:
             self._shapes[rank, number] = tuple(unit for unit in shapes if unit)
         shapes = self._shapes[rank, number]
         if (key := (shapes, number, rank.is_on_one_node)) not in self._made:
-            layouts = [lay_out(unit, self._group, equal=self._storage != "resident") for unit in shapes]
+            cuts = self._config.parallel.cut
+            layouts = [lay_out(unit, self._group, equal=self._storage != "resident", cut=cuts) for unit in shapes]
             held = tuple(MASTER_BYTES * max(layout.counts) for layout in layouts)
             step = measure(self._config, StepRank(self._num_data, rank, held, self._storage == "gathered", stage))
             self._made[key] = _Part(layouts, max(prod(shape) for unit in shapes for shape in unit), step)

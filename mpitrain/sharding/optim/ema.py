@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mpitrain.sharding.step.step import living_steps
+from mpitrain.sharding.swapping import swap_values
 
 
 class EMA:
@@ -38,17 +38,8 @@ class EMA:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """In the block the model has the averaged weights. All ranks enter the block together. Do not train in it."""
-        self._swap()
+        swap_values(self._params, self.tensors)
         try:
             yield
         finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for step in living_steps():
-            step.settle()
-        for name, param in self._params.items():
-            kept = param.detach().clone()
-            param.copy_(self.tensors[name])
-            self.tensors[name].copy_(kept)
+            swap_values(self._params, self.tensors)

@@ -7,6 +7,7 @@ from torch import nn
 
 from mpitrain.optim.norms import all_finite
 from mpitrain.optim.spread import everyone_of
+from mpitrain.sharding.unit.registry import compression_of
 
 
 class _Scale(NamedTuple):
@@ -75,6 +76,8 @@ class GradScaler:
         """The loss times the scale."""
         if self._stepped:
             self.update()
+        if (compression := compression_of(self._model)) is not None:
+            compression.scale = self._now.value
         return loss * self._now.value
 
     @torch.no_grad()

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from collectives import Communicator, Mesh
+from collectives.selection.wire import network_format
 from mpitrain.parts import part_of
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -30,6 +31,9 @@ class Options:
     storage: str
     prefetch_bytes: int | None
     device: torch.device | str | None
+    cut: Literal["rows", "parameters"]
+    wire: Any  # the format between nodes after `__post_init__`
+    wire_weights: Any  # the same
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | Communicator | None):
@@ -56,8 +60,12 @@ class Options:
             )
         if self.storage not in ("auto", "resident", "private"):
             raise ValueError(f"fully_shard: storage is {self.storage!r}; expected 'auto', 'resident' or 'private'")
+        if self.cut not in ("rows", "parameters"):
+            raise ValueError(f"fully_shard: cut is {self.cut!r}; expected 'rows' or 'parameters'")
         if self.units not in ("auto", "one"):
             raise ValueError(f"fully_shard: units is {self.units!r}; expected 'auto' or 'one'")
+        for name in ("wire", "wire_weights"):
+            object.__setattr__(self, name, network_format(getattr(self, name), f"fully_shard: {name}"))
         # A generator can be read only once.
         object.__setattr__(self, "ignored_params", _ignored(self.ignored_params))
         object.__setattr__(self, "device", _device(self.device))
@@ -166,6 +174,16 @@ def check_dense(module: nn.Module, options: Options) -> None:
             raise ValueError(
                 f"fully_shard: the gradient of {weight} is sparse ({type(part).__name__}(sparse=True)), and sparse gradients are not "
                 "reduced over ranks; pass sparse=False, or keep the parameter whole on each rank by ignored_params"
+            )
+
+
+def check_batch_norms(module: nn.Module) -> None:
+    """ValueError for torch's SyncBatchNorm: without torch.distributed it computes, in silence, the statistics of this rank alone."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ValueError(
+                f"fully_shard: {name or 'the module'} is a torch.nn.SyncBatchNorm, which finds the other ranks by torch.distributed "
+                "alone; call mpitrain.convert_sync_batchnorm(model) before fully_shard, which replaces it"
             )
 
 

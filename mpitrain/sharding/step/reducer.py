@@ -19,6 +19,9 @@ head, whose gradient comes first and is reduced last). So a buffer never holds g
 gradients of one unit are reduced, the gradients of the next unit go into the other buffer. Without a progress thread a reduction
 progresses whenever a gradient comes. Before the next reduction begins, the rank waits for the end of this one. So a rank that is less
 than one unit ahead of the other ranks does not wait. Only gradients that are sums over `tp` ranks are added up first, with these ranks.
+
+[Note: compressed] With `compress_gradients` the average over copies of the model comes last, after the end of the backward and after
+the ranks have found the parameters that none has used: `compress`. Until then full gradients stay where autograd put them.
 """
 
 from collections import deque
@@ -38,6 +41,7 @@ class Reducer:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
+        self.compression = next((unit.compression for unit in units if unit.compression is not None), None)
         self.done: list[Gradients] = []
         """The gradients whose reduction has begun in this backward."""
         self.by_inputs = {unit for unit in units if not unit.lasts}
@@ -98,7 +102,8 @@ class Reducer:
                 f"parameter {gradients.params[index].name} got a second gradient in one backward, after the first was reduced: its "
                 "module ran twice under reentrant activation checkpointing; pass use_reentrant=False"
             )
-        if place == self._next and unit.sync_gradients and gradients.on_host and not gradients.adopts:
+        stays = gradients.adopts or (gradients.is_compressed and gradients.ranks.shard.size == 1)
+        if place == self._next and unit.sync_gradients and gradients.on_host and not stays:
             gradients.place_grad(index, self._buffer(unit, gradients))
         missing = self._missing[unit]
         missing.discard((gradients, index))
@@ -119,11 +124,14 @@ class Reducer:
             self._left_some = True
             return
         self.done.append(gradients)
+        if gradients.is_compressed and gradients.ranks.shard.size == 1:
+            gradients.leave_full()
+            return
         if gradients.adopts:
             gradients.adopt_grads()
             return
         self._end_one()
-        gradients.begin_reduction(self._buffer(unit, gradients))
+        gradients.begin_reduction(self._buffer(unit, gradients), over_copies=unit.sync_copies)
         if gradients.on_host:
             self._buffers[self._kind(unit.ranks, gradients)].rotate()
         self.reducing = gradients
@@ -147,6 +155,8 @@ class Reducer:
         self._complete.clear()
         self._missing = {unit: set(trained) for unit, trained in self._trained.items()}
         self.done.clear()
+        for _, gradients in self.order:
+            gradients.is_compressed = self.compression is not None and self.compression.takes(gradients)
 
     def end(self, *, makes_graph: bool) -> None:
         """End a backward: reduce the other units, and wait. `makes_graph`: the backward recorded a graph for a later backward."""
@@ -155,10 +165,24 @@ class Reducer:
         while self._next < len(self.order):
             self._reduce_next()
         self._end_one()
-        for gradients in self.done:
-            gradients.finish_offload()
         if self._left_some or self.waits:
             self.waits = any(flat.has_full_grads for unit in self.units for flat in unit.flats)
+
+    def compress(self) -> None:
+        """Average the gradients that are left to compression, and wait for all copies to the host: see [Note: compressed]."""
+        if self.compression is not None and self.done:
+            left = [
+                (gradients, index, grad)
+                for gradients in self.done
+                if gradients.is_compressed
+                for index, grad in gradients.take_left()
+            ]
+            means = self.compression.reduce([(gradients.params[index], grad) for gradients, index, grad in left])
+            for (gradients, index, _), mean in zip(left, means, strict=True):
+                gradients.give(index, mean)
+            self.compression.count += 1
+        for gradients in self.done:
+            gradients.finish_offload()
 
     def check_reduced(self, params: Iterable[torch.Tensor], doing: str) -> None:
         """RuntimeError if gradients of these shards still wait for their reduction, so that `doing` would miss them."""

@@ -17,6 +17,7 @@ A gradient between autograd and the optimizer:
    next step does so.
 3. When the unit is complete ([Note: complete] in reducer.py), `Reducer.complete` begins a reduce-scatter (`Gradients.begin_reduction`),
    or an all-reduce where shards are whole. The backward continues. Gradients that are sums over `tp` ranks are added up before it.
+   With `compress_gradients` see [Note: compressed] in reducer.py.
 4. `Gradients.end_reduction` makes this rank's rows of the mean the `.grad` of the shards, or adds them to it. `_end_backward` waits for
    the last reduction. The optimizer then finds the shards and their gradients in `model.parameters()`.
 
@@ -227,9 +228,14 @@ class TrainingStep:
 
     def _agree(self) -> bool:
         """Let the reducer find thawed parameters. Returns whether its message replaces the fence, because the same ranks took part."""
-        if self.reducer.agree(self.ranks.data_parallel):
+        together = self._trained_together(self.ranks)
+        if self.reducer.agree(together):
             self._watch_gradients()
-        return self._fence.num_ranks == self.ranks.data_parallel.size
+        return self._fence.num_ranks == together.size
+
+    def _trained_together(self, ranks: DataParallelRanks) -> Communicator:
+        """The ranks that average their gradients."""
+        return ranks.data_parallel if self.units[0].sync_copies else ranks.within
 
     def close(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
         """Called after the outermost forward, and after a backward. `before_backward`: a backward may follow. `is_compared`: the ranks
@@ -323,6 +329,7 @@ class TrainingStep:
         with self._communicating():
             self.reducer.end(makes_graph=self._makes_graph)
             self._forget_unused()
+            self.reducer.compress()
         self.close(is_compared=not self.ranks.has_replicas)
         for gradients in self.reducer.done:
             for param in gradients.params:
@@ -336,7 +343,7 @@ class TrainingStep:
         """
         params: dict[Communicator, list[tuple[Gradients, int]]] = {}
         for gradients in self.reducer.done:
-            params.setdefault(gradients.ranks.data_parallel, []).extend(
+            params.setdefault(self._trained_together(gradients.ranks), []).extend(
                 (gradients, index) for index in range(len(gradients.params))
             )
         for comm, its in params.items():
@@ -347,6 +354,7 @@ class TrainingStep:
             if order:
                 self._check_gathers(compared)
             for (gradients, index), anywhere in zip(its, used.tolist(), strict=True):
+                gradients.was_used[index] = bool(anywhere)
                 if not anywhere and gradients.was_fresh[index]:
                     gradients.params[index].shard.grad = None
 

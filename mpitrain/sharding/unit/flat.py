@@ -53,7 +53,8 @@ class FlatParameters:
         count, first = self.layout.counts[comm.rank], self.layout.bounds[comm.rank]
 
         self.offload = offload if offload is not None and offload.parts(device) else None
-        self.storage.in_place = self.storage.lasts and self.full_dtype == self.dtype and self.offload is None
+        has_masters = self.full_dtype != self.dtype or self.offload is not None or ranks.wired.weights is not comm
+        self.storage.in_place = self.storage.lasts and not has_masters
         if self.storage.in_place:
             self._shard = self.storage.part(first, first + count)
         else:
@@ -74,7 +75,10 @@ class FlatParameters:
             if (part := part_of(original)) is not None:
                 mark_part(shard, part)
                 mark_part(full, part)
-            mark_spread(shard, box.full_shape, copy=ranks.copy, everyone=ranks.everyone)
+            mark_spread(
+                shard, box.full_shape, copy=ranks.copy, everyone=ranks.everyone,
+                holders=ranks.holders, alike=ranks.all_holders, offset=box.offset,
+            )  # fmt: skip
             self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
         # Each place of a module that shows a parameter. One flat list, because each forward and backward changes all of them.
         self._shown = [(module._parameters, name, param) for param in self.params for module, name in param.users]

@@ -52,9 +52,11 @@ class Gradients:
         self.adopts = ranks.data_parallel.size == 1
         """Whether the full gradients become the gradients of the shards without a reduction: with only one rank."""
         self.was_used = [False] * len(params)
-        """For each parameter: whether this rank had a gradient at the last reduction."""
+        """For each parameter: whether this rank, and at the end of a backward any rank, had a gradient at the last reduction."""
         self.was_fresh = [False] * len(params)
         """For each parameter: whether its shard had no gradient before that reduction."""
+        self.is_compressed = False
+        """Whether this backward leaves the average over copies of the model to `mpitrain.sharding.compression`."""
         self.placed: set[int] = set()
         """The parameters whose gradient is in the gradient buffer and waits for the reduction."""
         self.ranks, self._offload = ranks, offload
@@ -66,8 +68,14 @@ class Gradients:
         parts = [(index, part_of(param.full)) for index, param in enumerate(params)]
         # Those that are sums over ranks with the same data, as norms under sequence parallelism.
         self._sums = [(index, part) for index, part in parts if part is not None and part.needs_sum]
+        exact = ranks.shard, ranks.replicate, ranks.within
+        is_encoded = (ranks.wired.shard, ranks.wired.replicate, ranks.wired.within) != exact
+        # Elements of no parameter share a scale with their neighbours in some formats, so they must be zeros.
+        self._gaps = layout.gaps if is_encoded else []
         self._reduction: Work | None = None  # a reduction under way
         self._mean: torch.Tensor | None = None  # its result
+        self._left: list[torch.Tensor] = []  # of each parameter the gradient that compression averages
+        self._over_copies = True  # it is over all copies of the model
         self._stream: torch.cuda.Stream | None = None  # for copies of gradients from the GPU to the host
 
     @torch.no_grad()
@@ -87,11 +95,13 @@ class Gradients:
         return buffer[extent.start : extent.stop]
 
     @torch.no_grad()
-    def begin_reduction(self, buffer: torch.Tensor) -> None:
+    def begin_reduction(self, buffer: torch.Tensor, *, over_copies: bool = True) -> None:
         """Begin to average the full parameters' gradients over the ranks, and drop them. Collective.
 
-        `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long; not to be written before `end_reduction`.
+        `buffer`: 1-D, of `reduce_dtype`, at least `layout.numel` long; not to be written before `end_reduction`. `over_copies`: over
+        all copies of the model; else over the ranks of this copy.
         """
+        self._over_copies = over_copies
         for index, param in enumerate(self.params):
             self.was_used[index] = index in self.placed or param.full.grad is not None
             self.was_fresh[index] = param.shard.grad is None
@@ -100,14 +110,17 @@ class Gradients:
             elif index not in self.placed:
                 self._part(buffer, index).zero_()  # this rank did not use the parameter; other ranks may have used it
         self.placed.clear()
+        for gap in self._gaps:
+            buffer[gap].zero_()
         add_gradients([(part, numbers(self._part(buffer, index))) for index, part in self._sums])
 
         grads = buffer[: self.layout.numel]
-        shard, replicate = self.ranks.shard, self.ranks.replicate
+        shard, replicate = self.ranks.wired.shard, self.ranks.wired.replicate
         if shard.size == 1:
             # Reduce within the gradient buffer, where the other ranks can read the gradients.
             self._mean = grads
-            self._reduction = replicate.all_reduce(numbers(grads), "avg", async_op=True)
+            whole = replicate if over_copies else self.ranks.wired.within
+            self._reduction = whole.all_reduce(numbers(grads), "avg", async_op=True)
             return
         self._mean = out = torch.empty(self._count, dtype=self.reduce_dtype, device=self.device)
         self._reduction = shard.reduce_scatter(numbers(out), numbers(grads), "avg", counts=self._counts, async_op=True)
@@ -128,8 +141,12 @@ class Gradients:
             assert mean is not None
             if self._stream is not None:
                 mean.record_stream(self._stream)
-            if self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
-                self.ranks.replicate.all_reduce(numbers(mean), "avg")
+            if self.is_compressed:
+                pairs = zip(self.params, self._begins, strict=True)
+                self._left = [mean[begin : begin + param.box.numel].view(param.box.shape) for param, begin in pairs]
+                return
+            if self._over_copies and self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
+                self.ranks.wired.replicate.all_reduce(numbers(mean), "avg")
             fresh = self._of_shards(mean) if any(self.was_fresh) else mean
             for param, begin in zip(self.params, self._begins, strict=True):
                 mine = slice(begin, begin + param.box.numel)
@@ -172,12 +189,42 @@ class Gradients:
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = self._mean = None
+        self._left = []
 
     def adopt_grads(self) -> None:
         """Make the full gradients the gradients of the shards, without a reduction, if the shards are whole parameters.
 
         Collective if some of them are sums over ranks with the same data.
         """
+        full_grads = self._take_full()
+        with self._beside(after_all=True):
+            for param, grad in zip(self.params, full_grads, strict=True):
+                self._adopt(param, grad)
+
+    # With compression: `leave_full`, or `begin_reduction` and `end_reduction` over the shard group; then `take_left` and `give`
+
+    def leave_full(self) -> None:
+        """Leave the full gradients to compression. Collective as `adopt_grads`."""
+        self._left = []
+        for param, grad in zip(self.params, self._take_full(), strict=True):
+            if grad is None:
+                grad = torch.zeros_like(param.full)
+            elif grad.requires_grad:  # a graph has it, and compression writes into it
+                grad = grad.clone()
+            self._left.append(grad.detach().view(param.box.shape))
+
+    def take_left(self) -> list[tuple[int, torch.Tensor]]:
+        """The index and the gradient of each parameter that a rank has used, after the ranks have compared `was_used`."""
+        left, self._left = self._left, []
+        return [(index, grad) for index, grad in enumerate(left) if self.was_used[index]]
+
+    def give(self, index: int, mean: torch.Tensor) -> None:
+        """Make the result of compression the gradient of a shard, or add it."""
+        with self._beside(after_all=True):
+            self._adopt(self.params[index], mean)
+
+    def _take_full(self) -> list[torch.Tensor | None]:
+        """Take the full gradients from the parameters. Collective if some are sums over ranks with the same data."""
         full_grads = [param.full.grad for param in self.params]
         sums = []
         for index, part in self._sums:
@@ -186,11 +233,10 @@ class Gradients:
                 sums.append((part, numbers(grad.view(-1))))
         with torch.no_grad():
             add_gradients(sums)
-        with self._beside(after_all=True):
-            for index, (param, grad) in enumerate(zip(self.params, full_grads, strict=True)):
-                self.was_used[index], self.was_fresh[index] = grad is not None, param.shard.grad is None
-                param.full.grad = None
-                self._adopt(param, grad)
+        for index, (param, grad) in enumerate(zip(self.params, full_grads, strict=True)):
+            self.was_used[index], self.was_fresh[index] = grad is not None, param.shard.grad is None
+            param.full.grad = None
+        return full_grads
 
     def _adopt(self, param: ShardedParameter, grad: torch.Tensor | None) -> None:
         shard = param.shard
@@ -199,7 +245,9 @@ class Gradients:
         else:
             if self._stream is not None:
                 grad.record_stream(self._stream)
-            grad = grad.to(self.reduce_dtype).resolve_conj()  # optimizers cannot use a conjugated view
+            if not self.is_compressed:  # then it is in fp32
+                grad = grad.to(self.reduce_dtype)
+            grad = grad.resolve_conj()  # optimizers cannot use a conjugated view
             if not grad.ndim:
                 grad = grad.view(param.box.shape)  # a scalar's shard has one dimension
         if shard.grad is not None:

@@ -1,8 +1,8 @@
 """The place of each parameter in a unit's flat buffer, and the cuts of the buffer. Pure arithmetic: no torch, no MPI.
 
 Parameters lie end to end, each aligned. The buffer is cut into N shards as equal as rows allow: a cut falls only between rows of a
-parameter's first dimension that is longer than 1. So every rank's part of a parameter is a box of whole rows, which has the
-parameter's number of dimensions, and which a checkpoint stores as a rectangle.
+parameter's first dimension that is longer than 1, or on request only between parameters. So every rank's part of a parameter is a box
+of whole rows, which has the parameter's number of dimensions, and which a checkpoint stores as a rectangle.
 
 [Note: equal shards] NCCL gathers and scatters shards of one length in one operation, other shards in one operation per rank. So the
 length of private shards is the shortest one at which every cut falls between rows, and the buffer is padded at its end. Such a length
@@ -13,7 +13,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+Cut = Literal["rows", "parameters"]
+"""Where a flat buffer may be cut: between rows of parameters, or only between parameters."""
 
 MOST_PADDING = 0.02  # share of the elements; if equal shards need more, shards are only as equal as rows allow
 ALIGN = 32  # elements: 64 bytes of bf16, 128 of fp32; neighbouring parameters do not share a cache line
@@ -68,6 +71,14 @@ class Layout:
         """Elements of each rank's shard."""
         return tuple(self.bounds[i + 1] - self.bounds[i] for i in range(len(self.bounds) - 1))
 
+    @property
+    def gaps(self) -> list[slice]:
+        """The elements that belong to no parameter."""
+        in_buffer = sorted(self.extents, key=lambda extent: extent.start)
+        starts = [*(extent.start for extent in in_buffer), self.numel]
+        stops = [0, *(extent.stop for extent in in_buffer)]
+        return [slice(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
+
     def box(self, index: int, rank: int) -> ShardBox:
         """The part of parameter `index` on rank `rank`; 0 rows if the rank has no part.
 
@@ -100,12 +111,13 @@ class Layout:
         return Layout(tuple(extents[index] for index in indices), end, (*cuts, *(end for _ in ends), end))
 
 
-def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = False) -> Layout:
+def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = False, cut: Cut = "rows") -> Layout:
     """Lay parameters of these shapes end to end and cut the buffer for `num_ranks` ranks.
 
-    `equal`: into shards of one length, if that takes at most `MOST_PADDING` [Note: equal shards].
+    `equal`: into shards of one length, if that takes at most `MOST_PADDING` [Note: equal shards]. `cut`: the buffer is cut between
+    rows, or only between parameters: then shards are as equal as parameters allow, and some may be empty.
     """
-    if equal and shapes and num_ranks > 1 and (layout := _equal(shapes, num_ranks)) is not None:
+    if equal and cut == "rows" and shapes and num_ranks > 1 and (layout := _equal(shapes, num_ranks)) is not None:
         return layout
     extents: list[Extent] = []
     end = 0
@@ -119,9 +131,10 @@ def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = 
         extent = extents[index]
         if ideal >= extent.stop:  # in the gap before the next parameter
             return extents[index + 1].start if index + 1 < len(extents) else end
-        below = extent.start + int(ideal - extent.start) // extent.row * extent.row
-        cut = below if ideal - below <= below + extent.row - ideal else below + extent.row
-        return cut if cut < extent.stop or index + 1 == len(extents) else extents[index + 1].start
+        step = extent.row if cut == "rows" else max(extent.numel, 1)
+        below = extent.start + int(ideal - extent.start) // step * step
+        near = below if ideal - below <= below + step - ideal else below + step
+        return near if near < extent.stop or index + 1 == len(extents) else extents[index + 1].start
 
     cuts = [nearest_cut(end * rank / num_ranks) for rank in range(1, num_ranks)] if extents else [0] * (num_ranks - 1)
     return Layout(tuple(extents), end, (0, *cuts, end))

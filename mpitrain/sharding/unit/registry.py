@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -9,6 +10,9 @@ from torch import nn
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
+
+if TYPE_CHECKING:
+    from mpitrain.sharding.compression.compression import Compression
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
 
@@ -53,6 +57,16 @@ def sharded_params(model: nn.Module) -> Iterator[ShardedParameter]:
 def params_by_shard(model: nn.Module) -> dict[torch.Tensor, ShardedParameter]:
     """Every sharded parameter of a model by its shard."""
     return {param.shard: param for param in sharded_params(model)}
+
+
+def compression_of(model: nn.Module) -> "Compression | None":
+    """The compression of a model's gradients; None without one."""
+    return next((unit.compression for unit in units_of(model) if unit.compression is not None), None)
+
+
+def diloco_of(model: nn.Module) -> Any:
+    """The `DiLoCo` of a model with local steps; None without them."""
+    return next((unit.diloco for unit in units_of(model) if unit.diloco is not None), None)
 
 
 def sharded_over(model: nn.Module) -> DataParallelRanks | None:

@@ -5,8 +5,10 @@
 - `Kept` (stages 0 to 2, or one rank): a copy on each rank, updated at the beginning of each outermost forward.
 - `Resident`: like `Kept`, but with one copy for all ranks of a node, in shared memory. It is the default on CPUs, also in stage 3.
 
-If the full parameters have the dtype of the shards, the shards of `Kept` and `Resident` are rows of this buffer. Then an optimizer that
-updates the shards updates the full parameters, and no data moves within a node.
+If the full parameters have the values of the shards, the shards of `Kept` and `Resident` are rows of this buffer. Then an optimizer
+that updates the shards updates the full parameters, and no data moves within a node. With another dtype, or a wire below fp32
+(wires.py), the shards are masters in separate memory. With such a wire the full parameters have decoded values, also in this rank's own
+rows, so that all ranks compute with the same bits.
 """
 
 import ctypes
@@ -19,7 +21,7 @@ import torch
 
 from collectives import Communicator, Work
 from collectives.arrays.dtypes import dtype_of
-from mpitrain.sharding.unit.layout import lay_out
+from mpitrain.sharding.unit.layout import Cut, lay_out
 from mpitrain.torch_internals import with_own_counter
 
 Kind = Literal["resident", "kept", "gathered"]
@@ -30,17 +32,20 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 class Storage:
-    """The full parameters of a unit, end to end in the order of `layout`. `comm`: the ranks, each of which holds one shard."""
+    """The full parameters of a unit, end to end in the order of `layout`.
+
+    `comm`: the ranks, each of which holds one shard. Its wire decides what is sent between nodes. `cut`: see `lay_out`.
+    """
 
     kind: Kind
     lasts = True  # the full parameters stay in memory between uses
     in_place = False  # the shards are rows of the full parameters
     full_buffer: torch.Tensor
 
-    def __init__(self, shapes: Shapes, comm: Communicator) -> None:
+    def __init__(self, shapes: Shapes, comm: Communicator, *, cut: Cut) -> None:
         self._comm = comm
         # No rank sends resident shards, so they need not have equal lengths, and no padding.
-        self.layout = layout = lay_out(shapes, comm.size, equal=self.kind != "resident")
+        self.layout = layout = lay_out(shapes, comm.size, equal=self.kind != "resident", cut=cut)
         self._mine = slice(layout.bounds[comm.rank], layout.bounds[comm.rank + 1])  # this rank's rows
         self._work: Work | None = None  # an all-gather that has begun
         self._sent: torch.Tensor | None = None  # the input of the all-gather, which must stay in memory
@@ -111,8 +116,10 @@ class Kept(Storage):
 
     kind: Kind = "kept"
 
-    def __init__(self, shapes: Shapes, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(shapes, comm)
+    def __init__(
+        self, shapes: Shapes, comm: Communicator, dtype: torch.dtype, device: torch.device, *, cut: Cut
+    ) -> None:
+        super().__init__(shapes, comm, cut=cut)
         self.full_buffer = self._allocate(dtype, device)
         self._is_stale = True
 
@@ -174,9 +181,11 @@ class Gathered(Storage):
         dtype: torch.dtype,
         device: torch.device,
         group: Communicator | None = None,
+        *,
+        cut: Cut,
     ) -> None:
         """`group`: the ranks that hold the full parameters together between forward and backward."""
-        super().__init__(shapes, comm)
+        super().__init__(shapes, comm, cut=cut)
         self.full_buffer = torch.empty(self.layout.numel, dtype=dtype, device=device)
         self._group = group
         self._piece: torch.Tensor | None = None  # this rank's piece of the full parameters that the group holds

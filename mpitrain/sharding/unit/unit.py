@@ -14,7 +14,7 @@ The term is from the FSDP paper (Zhao et al., VLDB 2023). Between two forwards a
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -22,6 +22,9 @@ from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
+
+if TYPE_CHECKING:
+    from mpitrain.sharding.compression.compression import Compression
 
 
 class Promise(NamedTuple):
@@ -54,9 +57,8 @@ class Unit:
         prefetch_bytes: int | None = None,
         is_automatic: bool = False,
     ) -> None:
-        self.name = (
-            ""  # the module's path in the outermost module, and its class, for messages; set at the first forward
-        )
+        self.name = ""
+        """The module's path in the outermost module, and its class, for messages. It is set at the first forward."""
         self.ranks = ranks
         self.flats = flats
         self.policy = policy
@@ -65,7 +67,10 @@ class Unit:
         self.is_automatic = is_automatic  # `fully_shard` chose this module as a block of the module in its argument
         self.reduces_early = stage != 1  # reduce as soon as the unit is complete, not at the end of the backward
         self.sync_gradients = True  # a backward reduces its gradients
+        self.sync_copies = True  # ... over all copies of the model, and not within this one alone: see local/diloco.py
         self.promise: Promise | None = None
+        self.compression: Compression | None = None  # of the whole model
+        self.diloco: Any = None  # the DiLoCo of the whole model: local/diloco.py imports this module
         self.state = UnitState.SHARDED
 
     @property

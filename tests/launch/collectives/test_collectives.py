@@ -12,7 +12,7 @@ import pytest
 from extent import extent
 from launching import ROOT, Result, collectives_alone, launch, without_names
 
-from collectives.environment import SWITCHES
+from collectives.environment import CHOICES
 from collectives.schedules import BUILDERS
 from collectives.selection.selector import ALGORITHMS
 
@@ -132,7 +132,7 @@ comm.barrier()
     assert "ValueError: invalid literal" in result.stderr, str(result)
 
 
-@pytest.mark.parametrize("name", ["MPITRAIN_NOTICE_S", *extent(SWITCHES[:1], [*SWITCHES, "MPITRAIN_DEADLINE_S"])])
+@pytest.mark.parametrize("name", ["MPITRAIN_NOTICE_S", *extent(list(CHOICES)[:1], [*CHOICES, "MPITRAIN_DEADLINE_S"])])
 def test_a_setting_that_is_none_is_an_error_of_all_ranks_at_the_start(name: str) -> None:
     script = """
 import os, collectives
@@ -275,13 +275,14 @@ def test_info_with_and_without_mpirun() -> None:
         assert rows["ranks"] == str(ranks)
         assert rows["nodes"].startswith("1 (")
         assert "bfloat16" in rows["dtypes"]
-        elsewhere = ("two_level", "nccl")  # several nodes, GPUs
+        elsewhere = ("two_level", "encoded", "nccl")  # several nodes, GPUs
         here = [name for name in ALGORITHMS["all_reduce"] if name not in elsewhere]
         assert rows["all_reduce"] == ", ".join(("auto", *here))
         assert " free" in rows["shared memory"]
         assert rows["private memory of peers"] in ("read directly", "not readable: staged in node memory")
         assert rows["asynchronous operations"] in ("on a progress thread", "carried out at wait()")
         assert rows["CUDA-aware MPI"].startswith("no (")
+        assert rows["codec of links"].split(" ")[0] in ("numpy", "c", "avx2", "avx512")
         assert result.stdout.count("mpi4py") == 1, "printed once"
 
 
@@ -295,6 +296,7 @@ BAD_INPUT: list[tuple[list[str], str]] = [
     (["tune", "--seconds", "nan"], "argument --seconds: 'nan'; expected seconds, such as 0.5"),
     (["bench", "--rounds", "0"], "argument --rounds: '0'; expected a whole number of at least 1"),
     (["bench", "--json", "/not/there.json"], "No such file or directory: '/not/there.json'"),
+    (["bench", "--codec", "--plot", "a.png"], "argument --plot: bench --codec draws no picture"),
     (["check", "--ranks", "2,x"], "argument --ranks: 'x'; expected a whole number"),
     (["dance"], "invalid choice: 'dance'"),
 ]

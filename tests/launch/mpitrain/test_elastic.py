@@ -188,6 +188,27 @@ def test_a_rank_that_was_idle_from_the_start_gets_work(start: Start, undisturbed
     assert_ended_as(job, undisturbed)
 
 
+@needs_open_mpi
+def test_a_copy_is_left_out_between_outer_steps_and_returns(start: Start) -> None:
+    """Three copies train apart, then two. The same command on three ranks goes on with three."""
+    settings = {"copies": 3, "local-steps": 7, "exact-steps": 3}
+    words = [word for name, value in settings.items() for word in (f"--parallel.{name}", str(value))]
+    words += ["--train.batch", "6", "--train.steps", "40"]
+    job = start(3, *words)
+    reaches(job, 8)
+    kill(job, 1)
+    goes_on(job, 1)
+    assert job.events("shrink")[0]["layout"] == {"dp_replicate": 2}
+    reaches(job, 18)
+    job.kill()
+    assert job.wait_until_left_alone(10)
+    again = start(3, *words)
+    code = again.end(60)
+    assert code == 0 and len(losses(again.run)) == 40, f"exit code {code}\n{again.output}"
+    assert "it was saved by 2 copies in local steps, now 3" in again.output, again.output
+    assert np.mean(losses(again.run)[-5:]) < losses(again.run)[0] - 1, "it learns"
+
+
 @pytest.fixture
 def room() -> Iterator[Path]:
     """A folder for the node memory of a job, so that a test finds the copies of its own job."""

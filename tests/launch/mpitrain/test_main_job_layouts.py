@@ -60,3 +60,23 @@ def test_it_goes_on_with_other_meshes(
         assert [line["step"] for line in lines] == list(range(41, STEPS + 1))
         np.testing.assert_allclose([line["loss"] for line in lines], losses(zero)[40:], rtol=TOLERANCE)
         shutil.rmtree(other)
+
+
+def test_compressed_gradients_go_on_with_the_same_bits(corpus: Path, tmp_path: Path) -> None:
+    """Also with two micro-batches, which are compressed together, and over the end of the exact steps."""
+    few = ("--train.steps", "6", "--train.eval-batches", "0", "--train.sample-bytes", "0", "--checkpoint.every", "3")
+    args = (*few, "--parallel.stage", "0", "--parallel.compress", "power_sgd", "--parallel.exact-steps", "2",
+            "--train.accumulate", "2")  # fmt: skip
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    trained(2, straight, corpus, *args)
+    resumed.mkdir()
+    shutil.copy(straight / "config.toml", resumed)
+    shutil.copytree(straight / "checkpoints/step-00000003", resumed / "checkpoints/step-00000003")
+    trained(2, resumed, corpus, *args)
+    assert losses(straight)[3:] == [line["loss"] for line in metrics(resumed) if "loss" in line]
+    same = ckpt.open(straight / "checkpoints/step-00000006"), ckpt.open(resumed / "checkpoints/step-00000006")
+    assert set(same[0]) == set(same[1])
+    for name in same[0]:
+        assert np.array_equal(same[0][name][...], same[1][name][...]), name
+    residual = same[0]["compression/residual/blocks.0.mlp.fc.weight"][...]
+    assert residual.shape == (2, 128, 32) and residual.any()

@@ -249,6 +249,30 @@ def test_all_to_all(group: Communicator) -> None:
                 assert same(out, whole[:, rank].reshape(-1)), (row.name, size, algorithm)
 
 
+def test_all_to_all_of_parts_of_any_sizes(group: Communicator) -> None:
+    """Rank r sends `sent[r, p]` elements to rank p: none, one, or more than a message has segments."""
+    n, rank = group.size, group.rank
+    sent = np.random.default_rng(n).choice([0, 1, 7, 50_001], (n, n))
+    for whole in (sent, np.zeros_like(sent)):
+        send, recv = whole[rank].tolist(), whole[:, rank].tolist()
+        x = np.concatenate([np.full(count, 100 * rank + peer) for peer, count in enumerate(send)]).astype(np.float32)
+        expected = np.concatenate([np.full(count, 100 * peer + rank) for peer, count in enumerate(recv)])
+        for algorithm in ("auto", *algorithms(group, "all_to_all")):
+            for _ in range(2):  # the second call may use what the first one has prepared
+                out = np.full(sum(recv), -1, np.float32)
+                how = {"send_counts": send, "recv_counts": recv, "algorithm": algorithm}
+                assert group.all_to_all(out, x, **how) is out
+                assert same(out, expected.astype(np.float32)), algorithm
+        work = group.all_to_all(
+            out := np.empty(sum(recv), np.float32), x, send_counts=send, recv_counts=recv, async_op=True
+        )
+        assert work.wait() is out and same(out, expected.astype(np.float32))
+    if n > 1 and group.num_nodes == 1:
+        send, recv = [int(rank == 0)] * n, [0] * n
+        with pytest.raises(ValueError, match="rank 0 sends 1 elements to rank 0, which expects 0"):
+            group.all_to_all(np.empty(0), np.ones(sum(send)), send_counts=send, recv_counts=recv, algorithm="shared")
+
+
 def random_bits(row: DType, size: int, rank: int) -> np.ndarray:
     """Any pattern, also those of NaN: what is moved arrives bit by bit."""
     return np.random.default_rng([rank, size]).integers(0, 256, size * row.itemsize, np.uint8).view(row.numpy)

@@ -381,6 +381,12 @@ def test_local_errors_are_raised_by_the_call_before_anything_is_sent(comm: Commu
         (ValueError, "all_gather: x overlaps out, but is not rank", lambda **how: comm.all_gather(longer[:-1], beside, **how)),
         (ValueError, "reduce_scatter: out overlaps x, but is not", lambda **how: comm.reduce_scatter(beside, longer[:-1], **how)),
         (ValueError, "all_to_all: x and out overlap", lambda **how: comm.all_to_all(xs, xs, **how)),
+        (ValueError, "only one of send_counts and recv_counts",
+         lambda **how: comm.all_to_all(xs.copy(), xs, send_counts=[3] * n, **how)),
+        (TypeError, "send_counts is .*; expected integers",
+         lambda **how: comm.all_to_all(x.copy(), x, send_counts=3, recv_counts=3, **how)),
+        (ValueError, f"recv_counts has {n} numbers, the smallest 2, with the sum {2 * n}; expected {n} numbers of at least 0",
+         lambda **how: comm.all_to_all(xs.copy(), xs, send_counts=[3] * n, recv_counts=[2] * n, **how)),
         (ValueError, "all_to_all: x has 3 elements of float64, out", lambda **how: comm.all_to_all(np.zeros(n + 3), x, **how)),
     ]  # fmt: skip
     comm.broadcast(x, 0)

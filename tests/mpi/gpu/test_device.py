@@ -3,6 +3,7 @@
 Without a GPU the arrays lie in host memory and say that they do not; NCCL and the streams are those of device_model.py.
 """
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from closed_forms import inputs, reduced
 from gpu_rig import INDEX, Gpu, OnGpu
+from pretended_hosts import on_hosts
 
 from collectives import Communicator, Work
+from collectives.arrays import devices
 from collectives.arrays.dtypes import TABLE
 from collectives.progress.work import Deferred
 from collectives.schedules import BUILDERS
@@ -47,6 +50,23 @@ def test_every_operation(gpu: Gpu) -> None:
     whole_or_none = gpu.array(np.arange(n, dtype=np.float32)) if rank == 0 else None
     assert gpu.read(comm.scatter(gpu.full(1, -1), whole_or_none)) == [rank]
     assert gpu.read(comm.all_to_all(gpu.full(n, -1), gpu.full(n, rank))) == list(range(n))
+
+
+def test_calls_again_on_the_same_arrays(gpu: Gpu) -> None:
+    """A call moves what lies in the arrays now, not a copy of an earlier call."""
+    comm, n, rank = gpu.comm, gpu.comm.size, gpu.comm.rank
+    x, out, whole = gpu.full(3, 0), gpu.full(2, 0), gpu.full(2 * n, 0)
+    for value in (1, 2, 3):
+        everywhere = value * sum(range(1, n + 1))
+
+        def fill(array: OnGpu, number: float) -> OnGpu:
+            gpu.model.write(gpu.stream, array.values.ctypes.data, np.full_like(array.values, number))
+            return array
+
+        assert gpu.read(comm.all_reduce(fill(x, value * (rank + 1)))) == [everywhere] * 3
+        assert gpu.read(comm.broadcast(fill(x, value * (rank + 1)))) == [value] * 3
+        assert gpu.read(comm.reduce_scatter(out, fill(whole, value * (rank + 1)))) == [everywhere] * 2
+        assert gpu.read(comm.all_gather(whole, fill(out, value * rank))) == [value * r for r in range(n) for _ in "ab"]
 
 
 def test_every_reduction(gpu: Gpu) -> None:
@@ -348,6 +368,21 @@ def test_nccl_by_name(gpu: Gpu) -> None:
         gpu.comm.all_reduce(np.zeros(3), algorithm="nccl")
 
 
+def test_a_wire_format_without_effect_is_told_once(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_said", set())
+    hosts = on_hosts(gpu.comm.mpi, range(gpu.comm.size))
+    with caplog.at_level(logging.INFO, "collectives"):
+        for _ in range(2):
+            gpu.read(hosts.all_reduce(gpu.full(300, 1)))
+            gpu.read(hosts.with_wire({"network": "int8"}).all_reduce(gpu.full(300, 1)))
+    line = "arrays in GPU memory are sent between nodes as they are, not in int8: {} moves them"
+    expected = [] if gpu.way == "host" else [line.format("NCCL" if gpu.way == "nccl" else "CUDA-aware MPI")]
+    assert [record.message for record in caplog.records if "int8" in record.message] == expected
+    hosts.free()
+
+
 def test_in_a_group_and_wrong_arguments_of_later_calls(gpu: Gpu) -> None:
     comm, n, rank = gpu.comm, gpu.comm.size, gpu.comm.rank
     x, y, parts = gpu.full(4, rank + 1), gpu.full(3, rank + 1), gpu.full(2 * n, -1)
@@ -383,8 +418,10 @@ def test_torch_tensors_on_gpus(comm: Communicator) -> None:
         for op in sorted(row.ops):
             mine, total = inputs(op, row, 1031, rank), reduced(op, row, 1031, n)
             x = torch.from_numpy(mine.astype(np.float64)).to(where).to(getattr(torch, row.name))
-            assert own.all_reduce(x, op) is x
-            assert (x.double().cpu().numpy() == total.astype(np.float64)).all(), (row.name, op)
+            fresh = x.clone()
+            for _ in range(3):  # on the same array
+                assert own.all_reduce(x.copy_(fresh), op) is x
+                assert (x.double().cpu().numpy() == total.astype(np.float64)).all(), (row.name, op)
     if n > 1:
         y = torch.zeros(3, device=where)
         with own.group():

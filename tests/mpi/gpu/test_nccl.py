@@ -24,6 +24,7 @@ from collectives.transports.gpu import nccl as transport
 from collectives.transports.gpu.lane import Lane
 from collectives.transports.gpu.nccl import Nccl, connect, reduces
 from collectives.transports.gpu.nccl_queue import NcclError
+from collectives.transports.transport import Counts
 
 pytestmark = pytest.mark.ranks(3)
 
@@ -242,7 +243,7 @@ def test_moving_operations(rig: Any, nccl: Nccl) -> None:
                 nccl.broadcast(b, root, row)
                 nccl.gather(g if at_root else None, x, root, row)
                 nccl.scatter(out, s if at_root else None, root, row)
-                nccl.all_to_all(z, y, row)
+                nccl.all_to_all(z, y, None, row)
                 read = [rig.read(array, row) for array in (b, g, out, z)]
                 rig.finish()
                 case = row.name, size, in_place
@@ -251,6 +252,19 @@ def test_moving_operations(rig: Any, nccl: Nccl) -> None:
                     check(read[1](), whole[0], case)
                 check(read[2](), whole[root][mine], case)
                 check(read[3](), np.ascontiguousarray(whole[:, mine]).reshape(-1), case)
+
+
+def test_all_to_all_of_parts_of_any_sizes(rig: Any, nccl: Nccl) -> None:
+    n, rank, row = nccl.size, nccl.rank, TABLE["float32"]
+    sent = np.random.default_rng(n).choice([0, 1, 7, 1031], (n, n))
+    parts = [[inputs("sum", row, sent[r, p], r * n + p) for p in range(n)] for r in range(n)]
+    counts = Counts(sent[rank].tolist(), sent[:, rank].tolist())
+    x, out = (rig.array(sum(lengths) * row.itemsize) for lengths in counts)
+    rig.write(x, np.concatenate(parts[rank]))
+    nccl.all_to_all(out, x, counts, row)
+    read = rig.read(out, row)
+    rig.finish()
+    check(read(), np.concatenate([parts[r][rank] for r in range(n)]), "parts")
 
 
 def test_send_and_recv(rig: Any, nccl: Nccl) -> None:
@@ -431,7 +445,7 @@ def test_a_call_that_fails_aborts(comm: Communicator, model: ModelRig) -> None:
         raw.refuses = RuntimeError("NCCL_ERROR_INVALID_USAGE")
         call = {
             "all_reduce": lambda nccl=nccl, x=x: nccl.all_reduce(x, "sum", TABLE["float32"]),
-            "all_to_all": lambda nccl=nccl, x=x: nccl.all_to_all(model.array(x.nbytes), x, TABLE["float32"]),
+            "all_to_all": lambda nccl=nccl, x=x: nccl.all_to_all(model.array(x.nbytes), x, None, TABLE["float32"]),
         }[operation]
         with pytest.raises(NcclError, match=f"{operation}.*INVALID_USAGE") as caught:
             call()

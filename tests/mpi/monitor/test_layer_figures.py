@@ -100,7 +100,9 @@ def reference(config: Config) -> list[dict[str, float]]:
     """The figures of each step of a plain model."""
     model: LanguageModel = build(config.model.resolve())
     initialize(model, seed=config.train.seed)
-    optimizer = AdamW(decay_groups(model, 0.1), lr=config.optim.lr, betas=config.optim.betas, eps=config.optim.eps)
+    optimizer = AdamW(
+        decay_groups(model, 0.1), lr=config.optim.resolve().lr, betas=config.optim.betas, eps=config.optim.eps
+    )
     found = []
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()

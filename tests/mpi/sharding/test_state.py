@@ -72,10 +72,15 @@ def adam_per_tensor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False, amsgrad=True)
 
 
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return mpitrain.optim.Muon(model.parameters(), lr=1e-2)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": sgd,
     "adamw": adamw,
     "adam": adam_per_tensor,
+    "muon": muon,
 }
 
 

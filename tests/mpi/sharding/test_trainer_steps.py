@@ -110,7 +110,7 @@ def plain_figures(trainer: Trainer) -> tuple[list[float], list[float], float]:
     losses, norms = [], []
     for step in range(config.train.steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.optim, step, config.train.steps)
+            group["lr"] = learning_rate(config, step)
         optimizer.zero_grad()
         loss = F.cross_entropy(*logits_and_targets(micro(trainer.batches.train.get(step, 0, BATCH))))
         loss.backward()

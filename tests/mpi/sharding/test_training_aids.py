@@ -204,6 +204,8 @@ def test_optimizers_that_would_go_wrong_are_refused(comm: Communicator) -> None:
     if comm.size > 1:
         with pytest.raises(TypeError, match="Adafactor needs whole matrices"):
             whole.step()
+        with pytest.raises(TypeError, match=r"Muon needs whole matrices.*; use mpitrain\.optim\.Muon, an element-wise"):
+            torch.optim.Muon(param for param in model.parameters() if param.ndim == 2).step()
     else:
         whole.step()
     copies = fully_shard(nn.Linear(4, 4), comm, stage=0)

@@ -22,6 +22,7 @@ from collectives.selection.selector import (
     kind_of,
 )
 from collectives.selection.table import KINDS, Table, TableEntry, _break_even, built_in
+from collectives.selection.wire import pays
 
 ONE_NODE, TWO_NODES = Placement.of([2]), Placement.of([2, 2])
 
@@ -94,6 +95,38 @@ def test_what_counts_nodes_wants_several_of_equal_size() -> None:
     assert why([4]) == "works across nodes, and all these ranks are on one"
     assert why([1, 1]) == "needs several ranks on each node, and there is one"
     assert why([4, 2]) == "needs as many ranks on each node, not 2 to 4"
+
+
+def test_a_wire_format_encodes_what_it_makes_smaller() -> None:
+    def auto(wire: str, operation: str, dtype: str, op: str | None, size: int = 5000) -> str:
+        nbytes = size * TABLE[dtype].itemsize
+        selector = Selector(built_in(), TWO_NODES, wire=wire)
+        return selector.choose(operation, "auto", dtype=TABLE[dtype], nbytes=nbytes, op=op)
+
+    assert (
+        auto("int8", "all_reduce", "float32", "avg") == auto("bf16", "reduce_scatter", "bfloat16", "sum") == "encoded"
+    )
+    assert auto("int8", "all_gather", "float16", None) == "encoded"
+    for unencoded in (
+        auto("fp32", "all_reduce", "float32", "sum"),
+        auto("int8", "all_reduce", "float32", "max"),
+        auto("int8", "all_reduce", "float64", "sum"),
+        auto("int8", "all_reduce", "float32", "sum", size=4 * selector.UNENCODED_ELEMENTS),
+        auto("int8", "broadcast", "float32", None),
+        auto("fp16", "all_gather", "bfloat16", None),
+    ):
+        assert unencoded != "encoded"
+    one_rank_each = Selector(built_in(), Placement.of([1, 1, 1]), wire="fp8")
+    assert one_rank_each.choose("all_reduce", "auto", dtype=TABLE["float32"], nbytes=12_292, op="sum") == "encoded"
+
+
+def test_auto_takes_a_smaller_format_where_it_saves_twenty_times_the_time_of_the_codec() -> None:
+    exact, encoded = [0.10, 0.11, 0.10, 0.12, 0.10], [0.05, 0.05, 0.06, 0.04, 0.05]
+    assert pays(exact, encoded, codec_s=0.002) and not pays(exact, encoded, codec_s=0.003)
+    assert pays(exact, [9.0, *encoded[1:]], codec_s=0.002), "one disturbed round"
+    assert not pays(exact, [9.0, 9.0, *encoded[2:]], codec_s=0.002), "it is unclear"
+    assert not pays([9.0, *exact[1:]], exact, codec_s=0.002)
+    assert not pays(encoded, exact, codec_s=0.0)
 
 
 def test_what_mpi_cannot_count_goes_by_our_own_algorithms() -> None:

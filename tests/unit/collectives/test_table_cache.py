@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from collectives.environment import cache_folder
 from collectives.selection import table_cache
 from collectives.selection.selector import Placement
 from collectives.selection.table import Table, TableEntry
@@ -40,13 +41,13 @@ def test_the_machine_is_told_by_what_the_figures_depend_on() -> None:
 
 
 def test_the_folder_is_the_user_s(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    assert table_cache.folder() == cache
+    assert cache_folder() == cache
     monkeypatch.delenv("MPITRAIN_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert table_cache.folder() == Path("/somewhere/mpitrain")
+    assert cache_folder() == Path("/somewhere/mpitrain")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert table_cache.folder() == Path("/home/me/.cache/mpitrain")
+    assert cache_folder() == Path("/home/me/.cache/mpitrain")
 
 
 def test_what_is_written_is_read_again(capfd: pytest.CaptureFixture[str], cache: Path) -> None:

@@ -91,6 +91,26 @@ def test_the_data_ranks_of_a_pipeline_divide_the_batches() -> None:
     assert next_layout({"dp_shard": 8}, 7, batches=8).num_idle == 0
 
 
+@pytest.mark.parametrize(
+    ("axes", "ranks", "batches", "copies", "idle"),
+    [
+        ({"dp_replicate": 4, "dp_shard": 1}, 3, None, 3, 0),  # and not a divisor of 4
+        ({"dp_replicate": 3, "dp_shard": 2}, 5, None, 2, 1),
+        ({"dp_replicate": 3, "dp_shard": 2, "tp": 2}, 7, None, 1, 3),
+        ({"dp_replicate": 4, "pp": 2}, 7, 8, 2, 3),  # three copies cannot share 8 sequences
+        ({"dp_replicate": 2, "dp_shard": 1}, 4, None, 2, 2),  # as many as before
+    ],
+)
+def test_copies_that_train_apart_stay_whole(
+    axes: dict[str, int], ranks: int, batches: int | None, copies: int, idle: int
+) -> None:
+    layout = next_layout(axes, ranks, batches=batches, whole_copies=True)
+    assert layout == ({**dict.fromkeys(LAYOUT, 1), **axes, "dp_replicate": copies}, idle)
+    assert next_layout({"dp_replicate": 2, "dp_shard": 4}, 3, whole_copies=True).axes["dp_shard"] == 3, (
+        "no copy has place"
+    )
+
+
 # The lease
 
 

@@ -22,6 +22,8 @@ def test_parameters_lie_in_order_aligned_and_apart(shapes: list[tuple[int, ...]]
     for place, after in pairwise(layout.extents):
         assert place.stop <= after.start < place.stop + ALIGN
     assert layout.numel == (layout.extents[-1].stop if shapes else 0)
+    covered = sorted((part.start, part.stop) for part in (*layout.extents, *layout.gaps) if part.stop > part.start)
+    assert [begin for begin, _ in covered] == [0, *(end for _, end in covered)][: len(covered)]
 
 
 @given(SHAPES, NUM_RANKS)
@@ -149,3 +151,13 @@ def test_a_buffer_for_some_of_the_parameters_has_the_same_boxes(
             one, other = some.box(new, rank), layout.box(old, rank)
             assert one[:3] == other[:3]
             assert some.bounds[rank] <= one.start <= some.bounds[rank + 1] - one.numel or not one.numel
+
+
+def test_cuts_between_parameters_leave_each_whole() -> None:
+    shapes = [(12, 7), (7,), (40, 40), (3, 5), (40, 40)]
+    for num_ranks in (2, 3, 8):
+        layout = lay_out(shapes, num_ranks, equal=True, cut="parameters")
+        for index, shape in enumerate(shapes):
+            numels = [layout.box(index, rank).numel for rank in range(num_ranks)]
+            assert sorted(numels)[-1] == prod(shape) == sum(numels)
+    assert lay_out([(40, 40)] * 4, 2, cut="parameters").bounds == (0, 3200, 6400)

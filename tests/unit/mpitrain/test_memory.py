@@ -25,6 +25,14 @@ def predicted(text: list[str], *settings: str, np: int = 4, nodes: int = 1) -> P
     return predict(parse([*SMALL, *text, *settings]), np, nodes)
 
 
+def test_parameters_that_are_encoded_between_nodes_have_masters(text: list[str]) -> None:
+    encoded = ["--parallel.wire-weights", "int8"]
+    over_nodes = predicted(text, *encoded, nodes=2)
+    assert over_nodes.rank["parameters"] == pytest.approx(over_nodes.num_parameters, rel=0.01)  # 4 bytes of each fourth
+    assert predicted(text, *encoded).rank["parameters"] == 0
+    assert predicted(text, *encoded, "--parallel.copies", "2", nodes=2).rank["parameters"] == 0  # no node gathers
+
+
 @pytest.mark.parametrize(
     ("settings", "storage", "full", "shards"),
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from mpitrain.config import OptimConfig
 from mpitrain.init import initialize
 from mpitrain.models import (
     SIZES,
@@ -26,6 +27,7 @@ from mpitrain.models import (
     resolve,
     sample_tokens,
 )
+from mpitrain.train.model import make_optimizer
 
 SMALL: dict[str, Any] = {"vocab": 11, "context": 8, "width": 24, "layers": 2}
 CONFIGS = {
@@ -182,6 +184,27 @@ def test_decay_groups(family: str, num_matrices: int, num_vectors: int) -> None:
 
 def test_decay_groups_without_matrices() -> None:
     torch.optim.AdamW(decay_groups(torch.nn.LayerNorm(4), 0.1))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_rate_of_a_layer(family: str) -> None:
+    """The settings' optimizers give each parameter its share of the learning rate, once."""
+    model = make(resolve("tiny", family, layers=2, tied=False))
+    names = {param: name for name, param in model.named_parameters()}
+    for name, matrix_lr in (("adamw", None), ("lamb", None), ("muon", 0.5)):
+        optim = OptimConfig(name=name, lr=0.25, layer_decay=0.5, matrix_lr=matrix_lr)  # type: ignore[arg-type]
+        factors = {}
+        for group in make_optimizer(model, optim).param_groups:
+            for param in group["params"]:
+                assert param not in factors
+                factors[param] = group["lr_factor"]
+                assert group["weight_decay"] == (0.1 if param.ndim > 1 else 0.0)
+        assert len(factors) == len(names)
+        for param, factor in factors.items():
+            expected = {"embedding": 1 / 8, "blocks.0": 1 / 4, "blocks.1": 1 / 2, "head": 1.0}
+            layer = model.stage_plan.layer_of(names[param])
+            is_matrix = param.ndim > 1 and layer.startswith("blocks")
+            assert factor == expected[layer] * (2.0 if matrix_lr and is_matrix else 1.0)
 
 
 @pytest.mark.parametrize(("family", "size"), [("gpt", "small"), ("llama", "8b")])

@@ -6,7 +6,6 @@ from torch import nn
 
 from mpitrain.models import build, resolve
 from mpitrain.models.loss import IGNORED, make_loss, observed
-from mpitrain.monitor.layers.figures import layer_of
 from mpitrain.tensor import vocabulary
 
 
@@ -52,8 +51,8 @@ def test_the_entropy_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_parameter_is_of_a_layer(family: str, tied: bool) -> None:
     with torch.device("meta"):
         model = build(resolve("tiny", family, layers=2, tied=tied))
-    layers = {name: layer_of(name, model.stage_plan) for name, _ in model.named_parameters()}
+    layers = {name: model.stage_plan.layer_of(name) for name, _ in model.named_parameters()}
     assert set(layers.values()) == {"embedding", "blocks.0", "blocks.1", "head"}
     assert layers["wte.weight"] == "embedding" and layers.get("head.weight") == (None if tied else "head")
     with pytest.raises(ValueError, match=r"names no module of the parameter adapter\.weight"):
-        layer_of("adapter.weight", model.stage_plan)
+        model.stage_plan.layer_of("adapter.weight")

@@ -1,0 +1,44 @@
+"""A model's parameters and buffers in a checkpoint, and the average of its weights."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from mpitrain.sharding import EMA
+from mpitrain.sharding.unit.registry import diloco_of
+from mpitrain.weights.held import Held
+from mpitrain.weights.saved import There
+
+
+class SavedModel:
+    """Parameters (tied ones under the first of their names), persistent buffers and averages. With local steps: outer parameters."""
+
+    def __init__(self, model: nn.Module, ema: EMA | None) -> None:
+        self._model, self._ema = model, ema
+
+    def tensors(self) -> dict[str, Any]:
+        return self._held(is_saved=True)
+
+    def meta(self) -> Mapping[str, Any]:
+        return {}
+
+    def room(self, there: There) -> dict[str, Any]:
+        return self._held(is_saved=False)
+
+    def loaded(self, there: There) -> None:
+        pass
+
+    def _held(self, *, is_saved: bool) -> dict[str, Any]:
+        held, diloco = Held(self._model, is_saved=is_saved), diloco_of(self._model)
+        outer = {} if diloco is None else diloco.outer
+        params = dict(self._model.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        found: dict[str, Any] = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            if name in params and first.setdefault(id(params[name]), name) != name:
+                continue
+            found[f"model/{name}"] = held(outer.get(name, value), params.get(name))
+        for name, value in ({} if self._ema is None else self._ema.tensors).items():
+            found[f"ema/{name}"] = held(value, params[name])
+        return found
