@@ -3,14 +3,14 @@
 - `model/NAME`: parameters and buffers. `ema/NAME`: their averages (saved_model.py).
 - `optimizer/KEY/NAME`: the optimizer's state KEY of a parameter (saved_optimizer.py).
 - `outer_momentum/...`, `copies/...`: of local steps, what each copy of the model has of its own (by_copy.py).
-- `compression/KEY/NAME`: the state of `compress_gradients` (sharding/compression/saved.py).
+- `compression/KEY/NAME`: the state of `compress_gradients` (saved_compression.py).
 
 A scalar parameter has a shard of shape (1,) on one rank and (0,) on the others, since no scalar can be empty. In a checkpoint it is
 a scalar as in the plain model, and the box of the one rank is the whole tensor.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -24,11 +24,10 @@ from mpitrain.parts import stages_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.sharding.compression.compression import Compression
-from mpitrain.sharding.compression.saved import SavedCompression
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.weights.by_copy import SavedCopies
-from mpitrain.weights.saved import Saved, There, look
+from mpitrain.weights.saved import Saved, look
+from mpitrain.weights.saved_compression import Read, SavedCompression
 from mpitrain.weights.saved_model import SavedModel
 from mpitrain.weights.saved_optimizer import SavedOptimizer, names_of
 from mpitrain.weights.stages import with_other_stages
@@ -172,10 +171,6 @@ def load(
     return there.meta
 
 
-Read = Callable[..., None]
-"""Fills tensors from the checkpoint of a load: `read(tensors, only=...)`. Collective."""
-
-
 def _kinds(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -196,35 +191,8 @@ def _kinds(
             SavedOptimizer(model, optimizer, names, copies=copies, stages=stages, hyperparameters=hyperparameters)
         )
     if (compression := compression_of(model)) is not None:
-        kinds.append(_OfCompression(compression, stages, read))
+        kinds.append(SavedCompression(compression, stages, read))
     return kinds
-
-
-class _OfCompression:
-    """The state of `compress_gradients`."""
-
-    def __init__(self, compression: Compression, stages: Communicator | None, read: Read | None) -> None:
-        self._its, self._stages, self._read = SavedCompression(compression), stages, read
-
-    def tensors(self) -> dict[str, Any]:
-        return self._its.tensors()
-
-    def meta(self) -> dict[str, Any]:
-        return {"compression": self._its.meta()}
-
-    def room(self, there: There) -> dict[str, Any]:
-        return self._its.room(self._shapes(there))
-
-    def loaded(self, there: There) -> None:
-        assert self._read is not None
-        shapes = self._shapes(there)
-        rooms = self._its.to_average(shapes)
-        for name, room in rooms if self._stages is None else _of_all_stages(rooms, self._stages):
-            self._read({name: room}, only=[name])
-        self._its.loaded(there.meta.get("compression"), shapes)
-
-    def _shapes(self, there: There) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in there.tensors.items() if name.startswith("compression/")}
 
 
 def _with_names_of_all_stages(wanted: Mapping[str, Any], stages: Communicator | None) -> dict[str, Any]:
@@ -232,14 +200,6 @@ def _with_names_of_all_stages(wanted: Mapping[str, Any], stages: Communicator | 
     if stages is None or stages.size == 1:
         return dict(wanted)
     return dict.fromkeys(chain(*stages.all_gather_object(list(wanted))), ()) | dict(wanted)
-
-
-def _of_all_stages(rooms: Iterator[tuple[str, Any]], stages: Communicator) -> Iterator[tuple[str, Any]]:
-    """The rooms of all stages, in the same order on all ranks: those of other stages are empty. Collective."""
-    for of_stage in range(stages.size):
-        mine = rooms if stages.rank == of_stage else iter(())
-        while (name := stages.broadcast_object((room := next(mine, ("", ())))[0], of_stage)) != "":
-            yield name, room[1]
 
 
 @torch.no_grad()

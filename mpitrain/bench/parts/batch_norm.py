@@ -3,30 +3,21 @@
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from collectives import Communicator
 from collectives.bench.gloo import Gloo
-from collectives.bench.kit.turns import Seconds, slowest, spread, take_turns, timed
+from collectives.bench.kit.turns import slowest, spread, take_turns
 from collectives.commands.terminal import positive
 from mpitrain.batch_norm import SyncBatchNorm
 from mpitrain.bench.options import Parser
+from mpitrain.bench.parts.timed_call import TimedCall
 
 SHAPES = ((8, 64, 16, 16), (16, 128, 8, 8), (32, 64, 28, 28))
 """(N, C, H, W) on each rank."""
-
-
-class _Layer(NamedTuple):
-    """A contestant (see collectives/bench/kit/turns.py)."""
-
-    comm: Communicator
-    step: Callable[[], None]
-
-    def turn(self, round_: int) -> Seconds:
-        return {"step": timed(self.comm, self.step)}
 
 
 def main(words: Sequence[str], comm: Communicator) -> None:
@@ -37,7 +28,7 @@ def main(words: Sequence[str], comm: Communicator) -> None:
     with ExitStack() as ended:
         over: dict[str, Any] = {"mpitrain": comm, "gloo": Gloo(comm, ended)}
         for shape in SHAPES:
-            contestants = {name: _Layer(comm, _step(shape, each)) for name, each in over.items()}
+            contestants = {name: TimedCall(comm, _step(shape, each)) for name, each in over.items()}
             series = slowest(comm, take_turns(contestants, rounds=options.rounds, warm_up=5))
             ours, theirs = (spread(series[name, "step"])[0] for name in over)
             if comm.rank == 0:

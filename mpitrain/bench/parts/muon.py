@@ -5,13 +5,14 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from collectives import Communicator
 from collectives.bench.kit.tables import markdown_table
-from collectives.bench.kit.turns import Seconds, slowest, spread, take_turns, timed
+from collectives.bench.kit.turns import slowest, spread, take_turns
 from collectives.commands.terminal import positive
 from mpitrain.bench.options import Parser
+from mpitrain.bench.parts.timed_call import TimedCall
 
 OWNERS, EVERY, ADAMW = "Muon, each matrix on one rank", "Muon, each matrix on every rank", "AdamW, fused"
 WARM_UP = 2
@@ -85,14 +86,6 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-class _Contestant(NamedTuple):
-    comm: Communicator
-    step: Any
-
-    def turn(self, round_: int) -> Seconds:
-        return {"step": timed(self.comm, self.step)}
-
-
 def _sharded(comm: Communicator, shapes: Sequence[tuple[int, int]], device: Any) -> list[Any]:
     """This rank's rows of matrices with random gradients. Their values do not matter to the time."""
     import torch
@@ -108,25 +101,25 @@ def _sharded(comm: Communicator, shapes: Sequence[tuple[int, int]], device: Any)
     return [model, params]
 
 
-def _owners(comm: Communicator, shapes: Sequence[tuple[int, int]], dtype: Any, device: Any) -> _Contestant:
+def _owners(comm: Communicator, shapes: Sequence[tuple[int, int]], dtype: Any, device: Any) -> TimedCall:
     from mpitrain.optim import Muon
 
     model, params = _sharded(comm, shapes, device)
     optimizer = Muon(params, ns_dtype=dtype)
     optimizer.model = model  # type: ignore[attr-defined]  # the shards live as long as their model
-    return _Contestant(comm, optimizer.step)
+    return TimedCall(comm, optimizer.step)
 
 
-def _adamw(comm: Communicator, shapes: Sequence[tuple[int, int]], dtype: Any, device: Any) -> _Contestant:
+def _adamw(comm: Communicator, shapes: Sequence[tuple[int, int]], dtype: Any, device: Any) -> TimedCall:
     import torch
 
     model, params = _sharded(comm, shapes, device)
     optimizer = torch.optim.AdamW(params, fused=True)
     optimizer.model = model  # type: ignore[attr-defined]
-    return _Contestant(comm, optimizer.step)
+    return TimedCall(comm, optimizer.step)
 
 
-def _every_rank(comm: Communicator, shapes: Sequence[tuple[int, int]], dtype: Any, device: Any) -> _Contestant:
+def _every_rank(comm: Communicator, shapes: Sequence[tuple[int, int]], dtype: Any, device: Any) -> TimedCall:
     """All ranks gather all rows, and orthogonalize every matrix."""
     import torch
 
@@ -163,4 +156,4 @@ def _every_rank(comm: Communicator, shapes: Sequence[tuple[int, int]], dtype: An
                 param.add_(result[box.offset[0] :][: box.shape[0]], alpha=-1e-3)
 
     step.model = model  # type: ignore[attr-defined]
-    return _Contestant(comm, step)
+    return TimedCall(comm, step)

@@ -102,7 +102,7 @@ class Reducer:
                 f"parameter {gradients.params[index].name} got a second gradient in one backward, after the first was reduced: its "
                 "module ran twice under reentrant activation checkpointing; pass use_reentrant=False"
             )
-        stays = gradients.adopts or (gradients.is_compressed and gradients.ranks.shard.size == 1)
+        stays = gradients.adopts or gradients.stays_full
         if place == self._next and unit.sync_gradients and gradients.on_host and not stays:
             gradients.place_grad(index, self._buffer(unit, gradients))
         missing = self._missing[unit]
@@ -124,7 +124,7 @@ class Reducer:
             self._left_some = True
             return
         self.done.append(gradients)
-        if gradients.is_compressed and gradients.ranks.shard.size == 1:
+        if gradients.stays_full:
             gradients.leave_full()
             return
         if gradients.adopts:

@@ -78,6 +78,11 @@ class Gradients:
         self._over_copies = True  # it is over all copies of the model
         self._stream: torch.cuda.Stream | None = None  # for copies of gradients from the GPU to the host
 
+    @property
+    def stays_full(self) -> bool:
+        """Whether this backward leaves the full gradients to compression, because this rank has no others to reduce them with."""
+        return self.is_compressed and self.ranks.shard.size == 1
+
     @torch.no_grad()
     def place_grad(self, index: int, buffer: torch.Tensor) -> None:
         """Move the full gradient of parameter `index` to its place in the gradient buffer."""
