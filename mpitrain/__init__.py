@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         unshard,
     )
     from mpitrain.sharding.compression import compress_gradients, power_sgd, top_k
+    from mpitrain.sharding.slices.api import rounds, seed_all
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights
@@ -64,7 +65,9 @@ __all__ = [
     "num_parameters",
     "pipeline",
     "power_sgd",
+    "rounds",
     "save",
+    "seed_all",
     "summary",
     "sync_buffers",
     "tensor_parallel",
@@ -88,7 +91,9 @@ _MODULES = {
     "mesh": "axes",
     "pipeline": "stages",
     "power_sgd": "sharding.compression",
+    "rounds": "sharding.slices.api",
     "save": "weights.state",
+    "seed_all": "sharding.slices.api",
     "tensor_parallel": "tensor",
     "top_k": "sharding.compression",
 }

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 import collectives
 from collectives import Communicator
+from mpitrain.agreement import check_alike
 from mpitrain.optim.spread import spread_of
 
 _aten = torch.ops.aten
@@ -29,7 +30,10 @@ class SyncBatchNorm(_BatchNorm):
 
     Input: (N, C, ...), with the same C and dtype on all ranks. N and the sizes behind C may differ between ranks; N may be 0. In
     training each forward and each backward is collective; in evaluation the layer is torch's own. Second derivatives are refused, as by
-    torch's SyncBatchNorm. ValueError on all ranks if they have at most one value of a channel together; ValueError for another shape.
+    torch's SyncBatchNorm. ValueError on all ranks if they have at most one value of a channel together, or at the first forward another
+    C or dtype; ValueError for another shape.
+
+    In a model with slices the statistics are those of one slice, and no message is sent: see sharding/slices/buffers.py.
     """
 
     def __init__(self, like: _BatchNorm, comm: Communicator) -> None:
@@ -37,7 +41,10 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(like.num_features, like.eps, like.momentum, affine=False, track_running_stats=False)
         self.affine, self.track_running_stats = like.affine, like.track_running_stats
         self._parameters, self._buffers = like._parameters, like._buffers
-        self.training, self.comm = like.training, comm
+        self.training = like.training
+        self.comm: Communicator | None = comm
+        """The ranks whose batches are one; None: this rank's batch, a slice, is one."""
+        self._is_compared = False
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.size(1) != self.num_features:
@@ -46,9 +53,14 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training:
+        if not self.training or self.comm is None:
             return super().forward(input)
-        mean, var, count = self._statistics(input.detach())
+        if not self._is_compared:
+            # Numbers of other lengths, or another number of messages, would end in an error of MPI.
+            line = f"a layer of {self.num_features} channels, with an input of {input.dtype}"
+            check_alike(self.comm, [line], caller="SyncBatchNorm", remedy="build the same model on all ranks")
+            self._is_compared = True
+        mean, var, count = self._statistics(input.detach(), self.comm)
         if self.running_mean is not None:
             self._update(mean, var * (count / (count - 1)))
         kind = _kind(input)
@@ -58,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
         return out
 
     @torch.no_grad()
-    def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _statistics(self, x: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, int]:
         """The mean and the variance (1/n) of each channel over all ranks, (C,) float64 each, and the number of values n. Collective.
 
         ValueError on all ranks if one of them has an input of a wrong shape, or if all have fewer than two values per channel.
@@ -75,22 +87,22 @@ class SyncBatchNorm(_BatchNorm):
             summed = count * torch.stack([own[0], own[1] + own[0].square()])
         numbers = torch.tensor([count, problem is not None], dtype=torch.float64, device=x.device)
         sums = torch.cat([summed.flatten(), numbers])
-        self.comm.all_reduce(sums)
+        comm.all_reduce(sums)
         total, num_problems = (int(number) for number in sums[-2:].tolist())
         if num_problems:
             raise problem or ValueError(
-                f"SyncBatchNorm: {num_problems} of {self.comm.size} ranks got an input of another shape than "
+                f"SyncBatchNorm: {num_problems} of {comm.size} ranks got an input of another shape than "
                 f"(N, {self.num_features}, ...)"
             )
         if total < 2:
             raise ValueError(
-                f"SyncBatchNorm: expected more than 1 value per channel over {self.comm.size} ranks, got {total}"
+                f"SyncBatchNorm: expected more than 1 value per channel over {comm.size} ranks, got {total}"
             )
         mean, of_squares = sums[:-2].view(2, -1) / total
         if x.dtype != torch.float64:
             return mean, (of_squares - mean.square()).clamp_(min=0), total
         of_distances = count * (own[1] + (own[0] - mean).square())
-        self.comm.all_reduce(of_distances)
+        comm.all_reduce(of_distances)
         return mean, of_distances / total, total
 
     @torch.no_grad()

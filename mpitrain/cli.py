@@ -34,6 +34,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain chaos [CASE ...] [--trials N]         harm real jobs, and count how many do what is expected (without mpirun)
        python -m mpitrain watch RUN                             see a run while it runs (one process; --help shows more)
        python -m mpitrain report RUN [RUN ...]                  make a page of one or more runs (one process; --help shows more)
+       python -m mpitrain diff A B                              find the first step and tensor in which two runs differ (one process)
        python -m mpitrain trace RUN --steps N                   trace the next steps of a run (one process; --help shows more)
        python -m mpitrain profile RUN|settings                  say where the time of a step goes (with settings under mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with comm.together():
                 raise ValueError(
                     f"unknown command {command!r}; expected train, elastic, tokenizer, tokenize, sample, bench, memory, plan, "
-                    "watch, report, trace, profile, schedules, doctor or chaos"
+                    "watch, report, diff, trace, profile, schedules, doctor or chaos"
                 )
     except Exception as error:
         if not collectives.on_all_ranks(error):
@@ -241,6 +242,12 @@ def _watch(words: list[str]) -> int:
     return command.main(words)
 
 
+def _diff(words: list[str]) -> int:
+    from mpitrain.monitor.diff import command
+
+    return command.main(words)
+
+
 def _page(words: list[str]) -> int:
     from mpitrain.monitor.report import command
 
@@ -317,6 +324,7 @@ def _report(words: list[str]) -> None:
 
 _ALONE: dict[str, Callable[[list[str]], int | None]] = {
     "chaos": _chaos,
+    "diff": _diff,
     "memory": _memory,
     "report": _page,
     "sample": _sample,

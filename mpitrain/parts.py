@@ -124,6 +124,11 @@ def whole(shape: Sequence[int], over: Communicator, *, is_partial: bool) -> Part
     return Part(tuple(shape), 0, (box,), over, copies=over, is_partial=is_partial)
 
 
+def row_dim(shape: Sequence[int]) -> int:
+    """The dimension between whose rows a tensor may be sharded: the first that is longer than 1."""
+    return next((d for d, length in enumerate(shape) if length > 1), 0)
+
+
 def bounds(length: int, size: int, blocks: int | None = None) -> list[int]:
     """Where each of `size` parts of `length` elements begins, and the end. `blocks`: equal blocks that stay whole; None: elements."""
     count = blocks or max(length, 1)

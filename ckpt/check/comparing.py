@@ -24,6 +24,7 @@ class TensorDifference(NamedTuple):
     `num_differing` of `size` elements differ; for `num_special` of them one value is a NaN or an infinity and the other is not the
     same. `max_abs` and `max_rel` (relative to the larger value) are the largest differences of the others, 0 if there are none;
     `max_abs` is infinite if it is too large for float64. These four are None if the shapes differ: elements are not compared then.
+    `first` is the index of the first differing element in row-major order, or None if no element differs or none is compared.
     """
 
     name: str
@@ -34,6 +35,7 @@ class TensorDifference(NamedTuple):
     num_special: int | None
     max_abs: Number | None
     max_rel: float | None
+    first: tuple[int, ...] | None
 
 
 class MetaDifference(NamedTuple):
@@ -62,6 +64,7 @@ class Difference:
 class _Tally:
     differing: int = 0
     special: int = 0
+    first: int | None = None  # its flat position in the tensor
     max_abs: Number = 0
     max_rel: float = 0.0
 
@@ -99,31 +102,37 @@ def _compare_tensors(
     dtypes, shapes = (a.dtype.name, b.dtype.name), (a.shape, b.shape)
     size = a.nbytes // a.dtype.itemsize
     if a.shape != b.shape:
-        return TensorDifference(a.name, dtypes, shapes, size, None, None, None, None)
-    tally = _Tally()
+        return TensorDifference(a.name, dtypes, shapes, size, None, None, None, None, None)
+    tally, begin = _Tally(), 0
     for box in pieces(Box.full(a.shape), _SLAB_BYTES // max(a.dtype.itemsize, b.dtype.itemsize)):
-        _compare_slab(tally, a.read(box).reshape(-1), b.read(box).reshape(-1), atol, rtol)
+        _compare_slab(tally, begin, a.read(box).reshape(-1), b.read(box).reshape(-1), atol, rtol)
+        begin += box.size  # the pieces are flat ranges, in order
         progress(box.size * a.dtype.itemsize)
     if not tally.differing and a.dtype == b.dtype:
         return None
-    return TensorDifference(a.name, dtypes, shapes, size, tally.differing, tally.special, tally.max_abs, tally.max_rel)
+    first = None if tally.first is None else tuple(map(int, np.unravel_index(tally.first, a.shape)))
+    return TensorDifference(
+        a.name, dtypes, shapes, size, tally.differing, tally.special, tally.max_abs, tally.max_rel, first
+    )
 
 
-def _compare_slab(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
+def _compare_slab(tally: _Tally, begin: int, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
     # A separate function, so that its arrays are freed before the next slabs are read.
     for first in range(0, x.size, _PIECE):
-        _count(tally, x[first : first + _PIECE], y[first : first + _PIECE], atol, rtol)
+        _count(tally, begin + first, x[first : first + _PIECE], y[first : first + _PIECE], atol, rtol)
 
 
-def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
-    """Add the differences between `x` and `y`, 1-D and of one length, to the tally."""
+def _count(tally: _Tally, begin: int, x: np.ndarray, y: np.ndarray, atol: float, rtol: float) -> None:
+    """Add the differences between `x` and `y`, 1-D and of one length, to the tally. `begin`: the flat position of their first."""
+    at = None  # the positions of the elements that are left
     alike = x.dtype == y.dtype
     if alike:
         bits = np.dtype(f"{'u' if x.dtype.itemsize <= 8 else 'V'}{x.dtype.itemsize}")
         changed = x.view(bits) != y.view(bits)
         if not changed.any():
             return
-        x, y = x[changed], y[changed]
+        at = np.flatnonzero(changed)
+        x, y = x[at], y[at]
     distance, magnitude = _distance(x, y)
     x, y = _widened(x, y)
     special = ~(np.isfinite(x) & np.isfinite(y))
@@ -138,6 +147,9 @@ def _count(tally: _Tally, x: np.ndarray, y: np.ndarray, atol: float, rtol: float
             else:
                 far = distance > tolerance
         differs = np.where(special, (x != y) & ~both_nan, far)
+    if tally.first is None and differs.any():
+        position = int(differs.argmax())
+        tally.first = begin + (position if at is None else int(at[position]))
     tally.differing += int(differs.sum())
     tally.special += int((differs & special).sum())
     counted = differs & ~special

@@ -1,15 +1,17 @@
 """`diff A B`: shows the differences of two checkpoints, and their sizes."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from rich.table import Table
 from rich.text import Text
 
-from ckpt.check.comparing import Difference, TensorDifference, compare
+from ckpt.check.comparing import Difference, MetaDifference, TensorDifference, compare
 from ckpt.commands.terminal import (
     Commands,
     UsageError,
     add_json,
+    index_text,
     new_table,
     place,
     print_json,
@@ -85,16 +87,26 @@ def _print(found: Difference) -> None:
         for name in names[:_MAX_LINES]:
             print(f"only in {side}: {name}")
         _print_more(len(names))
-    for key, *texts in found.meta[:_MAX_LINES]:
-        print(f"meta {printable(key)}: {' -> '.join(_values(*texts))}")
+    for difference in found.meta[:_MAX_LINES]:
+        print(meta_line(difference))
     _print_more(len(found.meta))
     if found.tensors:
-        table = new_table("TENSOR", "CHANGE", "DIFFERING>", "OF>", "MAX ABS>", "MAX REL>", "NAN, INF>")
-        for tensor in found.tensors:
-            table.add_row(*_cells(tensor))
-        print_table(table)
+        print_table(tensor_table(found.tensors))
     differing = f"{len(found.tensors)} of {found.num_compared} tensors differ"
     print(differing if found else f"no difference in {found.num_compared} tensors")
+
+
+def tensor_table(tensors: Iterable[TensorDifference]) -> Table:
+    """A row for each tensor."""
+    table = new_table("TENSOR", "CHANGE", "DIFFERING>", "OF>", "FIRST>", "MAX ABS>", "MAX REL>", "NAN, INF>")
+    for tensor in tensors:
+        table.add_row(*_cells(tensor))
+    return table
+
+
+def meta_line(difference: MetaDifference) -> str:
+    """A difference of the meta in a line."""
+    return f"meta {printable(difference.key)}: {' -> '.join(_values(difference.a, difference.b))}"
 
 
 def _values(a: str | None, b: str | None) -> Iterator[str]:
@@ -120,11 +132,9 @@ def _print_more(count: int) -> None:
 def _cells(tensor: TensorDifference) -> list[str | Text]:
     shapes = [shape_text(shape) for shape in tensor.shapes]
     changes = [f"{x} -> {y}" for x, y in (tensor.dtypes, shapes) if x != y]
-    numbers = [tensor.num_differing, tensor.size, tensor.max_abs, tensor.max_rel, tensor.num_special]
+    cells: list[str | Text] = [Text(tensor.name), ", ".join(changes) or "values"]
     if tensor.num_differing is None:
-        numbers = []
-    return [
-        Text(tensor.name),
-        ", ".join(changes) or "values",
-        *(f"{n:.4g}" if isinstance(n, float) else str(n) for n in numbers),
-    ]
+        return cells
+    first = "" if tensor.first is None else index_text(tensor.first)
+    sizes = [f"{n:.4g}" if isinstance(n, float) else str(n) for n in (tensor.max_abs, tensor.max_rel)]
+    return [*cells, str(tensor.num_differing), str(tensor.size), first, *sizes, str(tensor.num_special)]

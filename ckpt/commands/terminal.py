@@ -155,6 +155,11 @@ def age_text(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+def index_text(index: tuple[int, ...]) -> str:
+    """The index of an element as NumPy takes it: "[0, 3]"; a scalar has none."""
+    return f"[{', '.join(map(str, index))}]" if index else ""
+
+
 def shape_text(shape: tuple[int, ...]) -> str:
     """A tensor's shape: "576 x 192"."""
     return " x ".join(map(str, shape)) or "scalar"

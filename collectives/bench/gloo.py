@@ -34,6 +34,10 @@ class Gloo:
         """The bare call, for code that has a communicator's `all_reduce`."""
         self._dist.all_reduce(x)
 
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """That of the communicator: for control messages, which are not timed."""
+        return self._comm.all_gather_object(obj)
+
     def call(self, operation: str, arrays: Arrays) -> Call:
         dtype = dtype_of(arrays.whole.dtype).name
         kind, size = getattr(self._torch, dtype), self._comm.size

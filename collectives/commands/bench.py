@@ -99,6 +99,8 @@ def run(options: argparse.Namespace) -> int:
     if options.codec:
         if options.plot:
             raise UsageError("argument --plot: bench --codec draws no picture; expected --json, or no --codec")
+        if options.wire != EXACT:
+            raise UsageError("argument --wire: bench --codec measures all formats; expected one of the two")
         world = collectives.world()
         sizes = options.sizes or parse_sizes(CODEC_SIZES)
         measure_and_show(world, lambda: _measure_codec(world, sizes, options), codec.tables, json=options.json)

@@ -118,6 +118,21 @@ def counts_of_exchange(
     return Counts(*found)
 
 
+def bounds_of_parts(
+    operation: str, bounds: Iterable[tuple[int, int]], size: int, *, x: Buffer
+) -> list[tuple[int, int]]:
+    """The (begin, end) of each rank's part of `x`, as plain ints. TypeError or ValueError if they are not parts of `x`."""
+    try:
+        found = [(index(begin), index(end)) for begin, end in bounds]
+    except (TypeError, ValueError):
+        raise TypeError(f"{operation}: bounds is {bounds!r}; expected (begin, end) of each rank's part") from None
+    if len(found) != size or any(not 0 <= begin <= end <= x.size for begin, end in found):
+        raise ValueError(
+            f"{operation}: bounds is {found}; expected {size} pairs, one for each rank, within the {x.size} elements of x"
+        )
+    return found
+
+
 def overlap(one: Buffer, other: Buffer) -> bool:
     """Whether two arrays overlap in memory."""
     if one.device is None and other.device is None:

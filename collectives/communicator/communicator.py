@@ -254,6 +254,16 @@ class Communicator:
         """
         return self._collectives.all_to_all(out, x, send_counts, recv_counts, algorithm, async_op)
 
+    def reduce_by(self, x: Any, reduce: Callable[[list[Any]], object], *, bounds: Sequence[tuple[int, int]]) -> Work:
+        """A reduce-scatter with the caller's own reduction: `reduce` gets this rank's part of every rank's `x`, in order of rank.
+
+        `bounds`: (begin, end) of each rank's part of the elements of `x`, the same on all ranks. Parts may overlap or leave elements
+        out. `reduce` is called once with 1-D arrays of the library of `x`, which it only reads, and only during the call; it calls no
+        collective. `x` must not change before the Work that is returned has ended. If `x` is in node memory (`empty`) and all ranks
+        are on one node, `reduce` reads the elements where they are; otherwise each rank's elements are sent to the owners of the parts.
+        """
+        return self._collectives.reduce_by(x, reduce, bounds)
+
     # Messages between two ranks
 
     def send(self, x: Any, peer: int, tag: int = 0) -> None:

@@ -7,21 +7,23 @@ A new collective needs: its method there and here, a Transport's method (transpo
 and gpu/nccl.py, its name in selection/selector.py, its schedules in schedules/__init__.py, their expected result in schedules/check.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from collectives.arrays.buffer import Buffer
+from collectives.arrays.buffer import Buffer, like
 from collectives.arrays.dtypes import TABLE, DType, effective_op
 from collectives.arrays.reduction import copy
-from collectives.communicator.arguments import counts_of_exchange, fit, overlap, rank_of
+from collectives.communicator.arguments import bounds_of_parts, counts_of_exchange, fit, overlap, rank_of
 from collectives.communicator.call import Call
 from collectives.communicator.dispatch import DONE, Dispatch
+from collectives.progress.work import Ended, Work
 from collectives.selection.selector import WITHIN_NODE
 from collectives.transports.node.posted import Post
 from collectives.transports.node.shared import Shared
-from collectives.transports.transport import parts
+from collectives.transports.transport import Counts
+from collectives.transports.transport import parts as consecutive
 
 
 class Collectives:
@@ -174,7 +176,7 @@ class Collectives:
                 return dst and dst.result()
             with dispatch.begin(call) as entry:
                 if dst is not None and not in_place:
-                    dst.flat[slice(*parts(lengths)[root])] = src.flat
+                    dst.flat[slice(*consecutive(lengths)[root])] = src.flat
                 dispatch.transports.of(entry.algorithm).gather(None if dst is None else dst.flat, src.flat, root)
             return dst and dst.result()
 
@@ -192,7 +194,7 @@ class Collectives:
                 return dst.result()
             with dispatch.begin(call) as entry:
                 if src is not None and not in_place:
-                    dst.flat[...] = src.flat[slice(*parts(lengths)[root])]
+                    dst.flat[...] = src.flat[slice(*consecutive(lengths)[root])]
                 dispatch.transports.of(entry.algorithm).scatter(dst.flat, None if src is None else src.flat, root)
             return dst.result()
 
@@ -221,6 +223,45 @@ class Collectives:
             return dst.result()
 
         return self._issue(async_op, call, carry_out, out)
+
+    def reduce_by(self, x: Any, reduce: Callable[[list[Any]], object], bounds: Sequence[tuple[int, int]]) -> Work:
+        src = Buffer(x, "x")
+        bounds = bounds_of_parts("reduce_by", bounds, self.size, x=src)
+        kind = getattr(x, "dtype", None)
+        if self.size == 1:
+            (begin, end), whole = bounds[0], x.reshape(-1)
+            reduce([whole[begin:end]])
+            return Ended(None)
+
+        lengths = [end - begin for begin, end in bounds]
+        counts = Counts(lengths, [lengths[self.rank]] * self.size)
+        if src.device is not None:
+            flat = x.reshape(-1)
+            sent, received = flat.new_empty(sum(lengths)), flat.new_empty(sum(counts.recv))
+            for (begin, end), part in zip(bounds, sent.split(lengths), strict=True):
+                part.copy_(flat[begin:end])
+            self.all_to_all(received, sent, counts.send, counts.recv, "auto", False)
+            reduce(received.split(counts.recv))
+            return Ended(None)
+        call = Call("all_to_all", (src,), "auto", sizes_differ=True)
+
+        def use(parts: Sequence[np.ndarray]) -> None:
+            reduce([like(part, kind) for part in parts])
+
+        def carry_out(dispatch: Dispatch) -> None:
+            with dispatch.begin(call) as entry:
+                shared = dispatch.transports.shared
+                if shared is None or not shared.use_parts(src.flat, bounds[self.rank], use):
+                    sent = np.concatenate([src.flat[slice(*part)] for part in bounds])
+                    received = np.empty(sum(counts.recv), sent.dtype)
+                    dispatch.transports.of(entry.algorithm).all_to_all(received, sent, counts)
+                    use([received[slice(*part)] for part in consecutive(counts.recv)])
+
+        def post(shared: Shared) -> Post:
+            return shared.post_parts(src.flat, bounds[self.rank], use)
+
+        work: Work = self._issue(True, call, carry_out, None, post)
+        return work
 
 
 def _wide(b: Buffer, algorithm: str, accumulate: str | None) -> tuple[np.ndarray, DType]:

@@ -68,6 +68,20 @@ class Work(ABC):
         self._ended = True
 
 
+class Ended(Work):
+    """An operation that has ended before its call returned."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._end(lambda: result)
+
+    def done(self) -> bool:
+        return True
+
+    def _finish(self) -> None:
+        raise AssertionError("an operation that has ended is not carried out")
+
+
 class Arrived(Work):
     """A barrier that this rank has entered; the other ranks see this in node memory without further calls by this rank.
 

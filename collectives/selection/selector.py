@@ -92,7 +92,7 @@ def obstacle(operation: str, algorithm: str, *, placement: Placement, itemsize: 
         if placement.largest_node == 1 and algorithm == "two_level":
             return "needs several ranks on each node, and there is one"
         if placement.smallest_node != placement.largest_node:
-            return f"needs as many ranks on each node, not {placement.smallest_node} to {placement.largest_node}"
+            return f"needs the same number of ranks on each node; here {placement.smallest_node} to {placement.largest_node}"
     return None
 
 

@@ -24,14 +24,15 @@ def this_machine(mpi_library: str, placement: Placement) -> dict[str, Any]:
     return {
         "table": VERSION,
         "mpi": mpi_library,
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "ranks_per_node": sizes,
         "nodes": placement.num_nodes,
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The name of the processor, as far as the system tells it."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

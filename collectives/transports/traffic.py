@@ -21,6 +21,7 @@ to_other_nodes = Traffic()
 def network_bytes() -> int:
     """Bytes that this process has sent to other nodes in collectives, so far, on all communicators: the contents of its messages.
 
-    The algorithms of the MPI library and of NCCL ("mpi", "nccl") send messages that are not counted.
+    The algorithms of the MPI library and of NCCL ("mpi", "nccl") send messages that are not counted, because neither library tells
+    which messages an operation sends. "auto" takes "mpi" for short arrays.
     """
     return to_other_nodes.nbytes

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from mpitrain.models.sizes import LlamaConfig, TransformerConfig, resolve
-from mpitrain.stages.schedules import make_schedule
+from mpitrain.stages.schedules import check_order, make_schedule
 
 
 class ConfigError(ValueError):
@@ -203,8 +203,8 @@ class ParallelConfig:
     sequence: bool = True
     """With `tensor`: between the matrices of a block each of these ranks has its own tokens, so activations take less memory."""
     pipeline: int = 1
-    """Ranks over which the blocks are divided into stages (pipeline parallelism). The micro-batches of `train.accumulate` pass through
-    the stages one after the other."""
+    """Ranks over which the blocks are divided into stages (pipeline parallelism). The micro-batches of `train.accumulate`, or the
+    slices of a rank, pass through the stages one after the other."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
     """With `pipeline`: the order of the forwards and backwards; `python -m mpitrain schedules show NAME` draws it."""
     stages_per_rank: int | None = None
@@ -232,7 +232,7 @@ class ParallelConfig:
     offload_activations: bool = False
     """With `checkpoint_activations`, if the ranks compute on GPUs: keep the inputs of blocks or of their attention in host memory."""
     threads: int | None = None
-    """Torch's threads per rank; default: the number of the node's cores divided by the number of its ranks."""
+    """Torch's threads per rank; default: the number of the node's cores divided by the number of its ranks, or 1 with train.slices."""
     bind: bool = True
     """Bind each rank to its own cores."""
     offload: bool = False
@@ -416,6 +416,9 @@ class TrainConfig:
     """Sequences in a global batch: the sum over all ranks and micro-batches."""
     accumulate: int = 1
     """Micro-batches per step."""
+    slices: int = 0
+    """A power of two: divide each global batch into so many equal slices, the micro-batches of the ranks, and add up all that is summed
+    over them in one order. Then losses and parameters have the same bits at any number of ranks up to this one; 0: off."""
     elastic: bool = False
     """After a loss of ranks the others go on in place. Needs Open MPI's `mpirun --with-ft ulfm`. Ranks may have different numbers of
     sequences."""
@@ -449,6 +452,14 @@ class TrainConfig:
     sample_temperature: float = 0.8
     """A higher value makes the sample more random; 0 always takes the most probable byte."""
 
+    def micro_batches(self, num_data: int) -> int:
+        """The micro-batches of each rank in a step, if so many ranks have different data."""
+        return -(-self.slices // num_data) if self.slices else self.accumulate
+
+    def rows(self, num_data: int) -> int:
+        """The sequences of a micro-batch, if so many ranks have different data; the fewest if they have different numbers."""
+        return self.batch // (self.slices or num_data * self.accumulate)
+
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate", "min_ranks"):
             _expect(f"train.{name}", getattr(self, name), 1)
@@ -465,6 +476,16 @@ class TrainConfig:
             "sample_temperature",
         ):
             _expect(f"train.{name}", getattr(self, name), 0)
+        if self.slices < 0 or self.slices & (self.slices - 1):
+            raise ConfigError(f"train.slices: expected a power of two, or 0, got {self.slices}")
+        if self.slices and self.batch % self.slices:
+            raise ConfigError(
+                f"train.batch: {self.batch} sequences do not make {self.slices} equal slices (train.slices); expected a multiple"
+            )
+        if self.slices and self.accumulate > 1:
+            raise ConfigError(
+                "train.accumulate: with train.slices the slices are the micro-batches; expected only one of the two"
+            )
         if self.sample_bytes and not self.sample_prompt:
             raise ConfigError("train.sample_prompt: expected at least one character, got none")
 
@@ -574,6 +595,14 @@ class Config:
         for name in ("run", "resume"):
             if not getattr(self, name):
                 raise ConfigError(f"{name}: expected a text that is not empty")
+        parallel = self.parallel
+        if self.train.slices:
+            for name, off in (("compress", "none"), ("local_steps", 0), ("wire", "fp32"), ("wire_weights", "fp32")):
+                if getattr(parallel, name) != off:
+                    raise ConfigError(
+                        f"train.slices: with parallel.{name} {getattr(parallel, name)} bits depend on the number of ranks; expected "
+                        f"{off}, or train.slices 0"
+                    )
         if self.model.resolve().vocab < 256 and self.data.tokenizer == "bytes" and not self.data.has_tokens:
             raise ConfigError(f"model.vocab: expected at least 256, because tokens are bytes, got {self.model.vocab}")
 
@@ -604,7 +633,7 @@ def check_ranks(config: Config, num_ranks: int) -> None:
             "parallel.local_steps: the model has one copy, so no step would be local; take a larger parallel.copies, such as the "
             "number of hosts"
         )
-    _check_stages(config)
+    _check_stages(config, num_ranks // (tensor * pipeline))
     sizes = config.model.resolve()
     if sizes.heads < tensor:
         raise ConfigError(f"parallel.tensor: {tensor} ranks cannot share {sizes.heads} heads (model.heads)")
@@ -626,6 +655,13 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         )
     batch, accumulate = config.train.batch, config.train.accumulate
     factor = num_ranks // (tensor * pipeline) * accumulate
+    if config.train.slices:
+        if factor > config.train.slices:
+            raise ConfigError(
+                f"train.slices: {config.train.slices} slices are too few for {factor} ranks with different data, each of which trains "
+                f"whole slices; expected at least {factor}"
+            )
+        return
     if config.train.elastic and pipeline == 1 and batch >= factor:
         return
     if batch % factor:
@@ -638,15 +674,21 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         )
 
 
-def _check_stages(config: Config) -> None:
-    """ConfigError if the settings make no pipeline."""
-    parallel, num_micro = config.parallel, config.train.accumulate
+def _check_stages(config: Config, num_data: int) -> None:
+    """ConfigError if the settings make no pipeline. `num_data`: the ranks with different data."""
+    parallel, train = config.parallel, config.train
     if parallel.pipeline == 1:
         return
+    num_micro = train.micro_batches(num_data)
     try:
         schedule = make_schedule(parallel.schedule, parallel.pipeline, num_micro, parallel.stages_per_rank)
+        if train.slices:
+            check_order(schedule)
     except ValueError as error:
-        raise ConfigError(f"parallel.schedule: {error}; train.accumulate is the number of micro-batches") from None
+        remark = "train.accumulate is the number of micro-batches"
+        if train.slices:
+            remark = f"the slices of a rank (train.slices / {num_data}) are the micro-batches"
+        raise ConfigError(f"parallel.schedule: {error}; {remark}") from None
     layers = config.model.resolve().layers
     if schedule.num_stages > layers + 1:  # the head may be a stage without a block
         raise ConfigError(

@@ -10,6 +10,7 @@ only a position, and any rank finds any sample of any step in constant time and 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -112,14 +113,13 @@ class Batches(Positions):
         self.tokens, self.context, self.seed = tokens, context, seed
         self._num_shifts = min(context, len(tokens) - self.num_windows * context)
 
-    def get(self, step: int, lo: int, hi: int) -> np.ndarray:
-        """Rows lo to hi of the global batch of a step (0, 1, ...).
+    def get(self, step: int, rows: Sequence[int]) -> np.ndarray:
+        """Rows of the global batch of a step (0, 1, ...).
 
         Returns:
-            (hi - lo, context + 1) int64: the tokens that the model sees; the last column has the last targets.
+            (rows, context + 1) int64: the tokens that the model sees; the last column has the last targets.
         """
-        _check_rows(lo, hi, self.batch)
-        positions = self.samples(step, np.arange(lo, hi, dtype=np.int64))
+        positions = self.samples(step, _checked(rows, self.batch))
         starts = sample_starts(
             positions,
             seed=self.seed,
@@ -159,12 +159,12 @@ class HeldoutBatches:
         num = self.num_batches * batch
         self._starts = np.arange(num, dtype=np.int64) * num_windows // max(num, 1) * context
 
-    def get(self, index: int, lo: int, hi: int) -> np.ndarray:
-        """Rows lo to hi of evaluation batch `index`, 0 to num_batches - 1, with the shape of `Batches.get`."""
-        _check_rows(lo, hi, self.batch)
+    def get(self, index: int, rows: Sequence[int]) -> np.ndarray:
+        """Rows of evaluation batch `index`, 0 to num_batches - 1, with the shape of `Batches.get`."""
+        its = _checked(rows, self.batch)
         if not 0 <= index < self.num_batches:
             raise ValueError(f"expected an evaluation batch from 0 to {self.num_batches - 1}, got {index}")
-        return _rows(self.tokens, self._starts[index * self.batch + lo : index * self.batch + hi], self.context)
+        return _rows(self.tokens, self._starts[index * self.batch + its], self.context)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -187,6 +187,8 @@ def _check_tokens(tokens: np.ndarray | Tokens) -> None:
         raise ValueError(f"tokens: expected one dimension of uint8, got {tokens.dtype} of shape {tokens.shape}")
 
 
-def _check_rows(lo: int, hi: int, batch: int) -> None:
-    if not 0 <= lo <= hi <= batch:
-        raise ValueError(f"expected rows within a batch of {batch}, got {lo} to {hi}")
+def _checked(rows: Sequence[int], batch: int) -> np.ndarray:
+    """The numbers of rows as int64. ValueError unless all are of the batch."""
+    if len(rows) and not 0 <= min(rows) <= max(rows) < batch:
+        raise ValueError(f"expected rows from 0 to {batch - 1}, got {min(rows)} to {max(rows)}")
+    return np.asarray(rows, np.int64)

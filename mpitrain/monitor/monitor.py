@@ -108,6 +108,7 @@ class Monitor:
         source: str,
         device: str,
         threads: int,
+        environment: Mapping[str, str],
         layout: Mapping[str, int],
         work: tuple[int, ...],
         parameters: int,
@@ -119,8 +120,8 @@ class Monitor:
     ) -> None:
         """The run begins, or goes on after a resume or a recovery.
 
-        source: of the state, in words. work: ranks with equal values have the same work. peak_flops_per_s, vendor_flops_per_s: of all
-        ranks together. memory_bytes_of_rank: what a rank can have.
+        source: of the state, in words. environment: of rank 0, see `train.hardware.environment`. work: ranks with equal values have the
+        same work. peak_flops_per_s, vendor_flops_per_s: of all ranks together. memory_bytes_of_rank: what a rank can have.
         """
         told = self._comm.all_gather_object((platform.node(), work))
         self._hosts, works = [host for host, _ in told], [list(its) for _, its in told]
@@ -130,7 +131,7 @@ class Monitor:
         if self._comm.rank == 0:
             self._write_event(
                 "begin", step=self._step, source=source, ranks=self._comm.size, hosts=self._hosts, device=device, threads=threads,
-                layout=dict(layout), work=works, parameters=parameters, tokens_per_step=tokens_per_step,
+                environment=dict(environment), layout=dict(layout), work=works, parameters=parameters, tokens_per_step=tokens_per_step,
                 flops_per_s=peak_flops_per_s, vendor_flops_per_s=vendor_flops_per_s,
                 memory_bytes_of_rank=memory_bytes_of_rank,
             )  # fmt: skip

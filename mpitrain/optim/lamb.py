@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from mpitrain.optim.elementwise import adamw_in_whole_vectors
 from mpitrain.optim.layerwise import Adapted, Layerwise, add_scaled, check_at_least_0, gradients
 
 
@@ -69,13 +71,13 @@ class LAMB(Layerwise):
             # torch's fused AdamW subtracts m / (sqrt(v) + eps), with lr 1, from what it takes for the parameters. It reads and writes
             # everything once, in a third of the time of a sequence of foreach functions. After infinite steps it corrects nothing.
             at = torch.full((), step if group["bias_correction"] else math.inf, dtype=torch.float32, device=device)
-            torch._fused_adamw_(
-                _real(updates[param] for param in params), _real(grads[param] for param in params),
-                _real(self.state[param]["exp_avg"] for param in params),
-                _real(self.state[param]["exp_avg_sq"] for param in params), [], [at] * len(params),
-                lr=1.0, beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"], weight_decay=0.0,
-                amsgrad=False, maximize=False,
+            update = partial(
+                torch._fused_adamw_, lr=1.0, beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
+                weight_decay=0.0, amsgrad=False, maximize=False,
             )  # fmt: skip
+            means = [[self.state[param][name] for param in params] for name in ("exp_avg", "exp_avg_sq")]
+            lists = [updates[param] for param in params], [grads[param] for param in params], *means
+            adamw_in_whole_vectors(update, params, [_real(tensors) for tensors in lists], [at] * len(params))
         return updates
 
     def _update(self, group: dict[str, Any], params: Sequence[Adapted]) -> None:

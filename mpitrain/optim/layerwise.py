@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpitrain.optim.optimizer_checks import check_ranks
 from mpitrain.optim.uncompiled import Uncompiled
 from mpitrain.optim.whole_norms import WholeNorms
 
@@ -23,13 +24,13 @@ class Layerwise(Uncompiled):
     (see `WholeNorms` for stages of a pipeline).
 
     A group has a trust ratio if its weights decay, or if it has `always_adapt`. So the usual groups without decay, norms and biases,
-    have none (You et al. 2019, and the usual implementations). All ranks have the same groups with the same settings, and add groups
-    together.
+    have none (You et al. 2019, and the usual implementations). All ranks have the same groups, and add groups together.
     """
 
     handles_shards = True  # optimizer_checks.py
 
-    _whole_norms: tuple[list[int], WholeNorms] | None = None
+    _checked: list[int] | None = None  # the ids of the parameters of `_norms`
+    _norms: WholeNorms
 
     def _vectors(self, group: dict[str, Any]) -> dict[torch.Tensor, torch.Tensor]:
         """For each parameter of a group with a gradient, the tensor whose norm its trust ratio has."""
@@ -41,19 +42,24 @@ class Layerwise(Uncompiled):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; returns the closure's value. Collective over the ranks that hold one copy of the model."""
+        """Take a step; returns the closure's value. Collective over the ranks that hold one copy of the model.
+
+        ValueError on all ranks at the first step if they have other parameters or settings; see `check_ranks`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        params = [param for group in self.param_groups for param in group["params"]]
+        if (ids := check_ranks(self, self._checked)) != self._checked:
+            self._checked, self._norms = ids, WholeNorms(params)
         vectors: dict[torch.Tensor, torch.Tensor] = {}
         adapted: set[torch.Tensor] = set()
         for group in self.param_groups:
             found = self._vectors(group)
             vectors |= found
             adapted.update(found if group["weight_decay"] or group["always_adapt"] else ())
-        params = [param for group in self.param_groups for param in group["params"]]
-        norms = self._norms_of(params).of(
+        norms = self._norms.of(
             [param if param in adapted else None for param in params],
             [vectors[param] if param in adapted else None for param in params],
         )
@@ -68,12 +74,6 @@ class Layerwise(Uncompiled):
                 ],
             )
         return loss
-
-    def _norms_of(self, params: list[torch.Tensor]) -> WholeNorms:
-        ids = [id(param) for param in params]
-        if self._whole_norms is None or self._whole_norms[0] != ids:
-            self._whole_norms = ids, WholeNorms(params)
-        return self._whole_norms[1]
 
 
 def gradients(optimizer: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:

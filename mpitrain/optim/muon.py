@@ -6,6 +6,7 @@ and that rank is chosen by the cost of the iteration (as in Distributed Shampoo,
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +14,10 @@ import torch
 from torch.optim.adamw import adamw
 
 from collectives import Communicator
+from mpitrain.agreement import check_alike
+from mpitrain.optim.elementwise import adamw_in_whole_vectors
 from mpitrain.optim.newton_schulz import cost, fast_dtype, newton_schulz
+from mpitrain.optim.optimizer_checks import check_ranks
 from mpitrain.optim.owners import Matrix
 from mpitrain.optim.spread import pieces_of, spread_of
 from mpitrain.optim.uncompiled import Uncompiled
@@ -60,6 +64,8 @@ class Muon(Uncompiled):
 
     handles_shards = True  # see optimizer_checks.py
 
+    _checked: list[int] | None = None
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -99,11 +105,14 @@ class Muon(Uncompiled):
 
         All ranks have gradients of the same parameters, if only of no rows of them. The ranks of a stage of a pipeline do without
         those of other stages, which may have nothing to train.
+
+        ValueError on all ranks if they have other parameters or settings (see `check_ranks`), or gradients of other matrices.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._checked = check_ranks(self, self._checked)
         matrices: dict[_Kind, list[tuple[torch.Tensor, Group]]] = {}
         for group in self.param_groups:
             others = []
@@ -154,16 +163,17 @@ class Muon(Uncompiled):
         key = kind, tuple(map(id, params))
         if key not in self._plans:
             assert kind.comm is not None
+            check_alike(
+                kind.comm,
+                [f"a gradient of {spread.name}" for param in params if (spread := spread_of(param)) is not None],
+                caller="Muon",
+                remedy="a matrix needs a gradient on all ranks or on none",
+            )
             mine = [pieces_of(param) for param in params]
             shapes = [_full_shape(param) for param in params]
-            held = kind.comm.all_gather_object((shapes, [[piece.box for piece in pieces] for pieces in mine]))
-            if any(theirs != shapes for theirs, _ in held):
-                raise ValueError(
-                    f"Muon: the ranks have gradients of different matrices, {sorted({len(theirs) for theirs, _ in held})} of them; "
-                    "expected the same parameters with gradients, in the same order, on all ranks"
-                )
+            held = kind.comm.all_gather_object([[piece.box for piece in pieces] for pieces in mine])
             matrices = [
-                Matrix(shape, cost(shape[0], prod(shape[1:])), tuple(tuple(boxes[index]) for _, boxes in held))
+                Matrix(shape, cost(shape[0], prod(shape[1:])), tuple(tuple(boxes[index]) for boxes in held))
                 for index, shape in enumerate(shapes)
             ]
             assert all(matrix.is_complete for matrix in matrices)
@@ -197,13 +207,8 @@ class Muon(Uncompiled):
         states = [self.state[param] for param in params]
         on_host = all(param.device.type == "cpu" and param.is_floating_point() for param in params)
         beta1, beta2 = group["betas"]
-        adamw(
-            list(params),
-            [param.grad for param in params],  # type: ignore[misc]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
+        update = partial(
+            adamw,
             fused=on_host or None,
             has_complex=any(param.is_complex() for param in params),
             amsgrad=False,
@@ -214,6 +219,9 @@ class Muon(Uncompiled):
             eps=group["eps"],
             maximize=False,
         )
+        grads = [param.grad for param in params if param.grad is not None]
+        means = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
+        adamw_in_whole_vectors(update, params, [list(params), grads, *means], [state["step"] for state in states])
 
 
 def _check(group: Group) -> None:

@@ -1,12 +1,14 @@
 """Norms of gradients that are spread over ranks."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from collectives import Communicator
+from mpitrain.optim.exact_sums import block_sums, to_digits, to_float
 
 
 class Spent:
@@ -23,10 +25,15 @@ def reduce(comm: Communicator | None, values: torch.Tensor, op: str = "sum") -> 
         Spent.seconds += perf_counter() - began
 
 
-def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order: float = 2.0) -> torch.Tensor:
+def norm_of(
+    spread: Mapping[Communicator | None, Sequence[torch.Tensor]],
+    order: float = 2.0,
+    ordered: Container[Communicator | None] = (),
+) -> torch.Tensor:
     """The norm of gradients as if they were one vector: a float64 scalar on the host. Collective.
 
     `spread`: for each communicator the gradients that are sharded over its ranks; None: gradients that are the same on every rank.
+    `ordered`: the communicators for which the norm has the same bits at any number of ranks. Their gradients are matrices of rows.
     ValueError for an order that is not above 0.
     """
     if not order > 0:
@@ -42,9 +49,17 @@ def norm_of(spread: Mapping[Communicator | None, Sequence[torch.Tensor]], order:
             reduce(comm, both, "max")
             largest = largest.maximum(torch.where(both[1] > 0, math.nan, both[0]))
         return largest
-    powers = torch.tensor([_sum_of_powers(grads, order) for grads in spread.values()], dtype=torch.float64)
-    for index, comm in enumerate(spread):
-        reduce(comm, powers[index : index + 1])
+    messages = [
+        to_digits(np.concatenate([np.empty(0), *block_sums(grads, order)]))
+        if comm in ordered
+        else torch.tensor([_sum_of_powers(grads, order)], dtype=torch.float64)
+        for comm, grads in spread.items()
+    ]
+    for comm, message in zip(spread, messages, strict=True):
+        reduce(comm, message)
+    if ordered:
+        messages = [torch.tensor([to_float(message.tolist())], dtype=torch.float64) for message in messages]
+    powers = torch.cat(messages)
     return powers.sum().sqrt() if order == 2 else powers.sum() ** (1 / order)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from collectives import launched_rank
+from collectives import Communicator, launched_rank
+from mpitrain.agreement import check_alike
+from mpitrain.optim.elementwise import WholeVectors
 from mpitrain.optim.spread import first_cut, replaced, spread_of
 
 # Optimizers, by name because most are in other packages, that take norms, means or products of a whole matrix or of all parameters.
@@ -50,9 +52,33 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 f"this {type(optimizer).__name__} holds {found.name} from before {found.by}, so it would train nothing; "
                 f"make the optimizer after {found.by}, from model.parameters()"
             )
+    _check_order(optimizer, params)
     cut = first_cut(params)
     if cut is not None and not getattr(optimizer, "handles_shards", False):
         _check_kind(optimizer, cut)
+
+
+def _check_order(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    """TypeError if an element's bits would depend on the cut into shards, where they must not [Note: whole vectors]."""
+    kind = type(optimizer).__name__
+    is_fused = not isinstance(optimizer, WholeVectors) and any(group.get("fused") for group in optimizer.param_groups)
+    for param in params:
+        is_short = param.dtype in (torch.bfloat16, torch.float16)
+        if not (is_fused or is_short) or param.device.type != "cpu":
+            continue
+        if (spread := spread_of(param)) is None or not spread.is_ordered:
+            continue
+        if is_short:
+            raise TypeError(
+                f"{kind} would update shards in {param.dtype}, and CPUs round these by their place in the shard, so the bits would "
+                "depend on the number of ranks; with slices make the model in float32, and pass "
+                f"mp_policy=mpitrain.MixedPrecisionPolicy(param_dtype={param.dtype}) to fully_shard"
+            )
+        ours = f", or mpitrain.optim.{kind}" if kind in ("AdamW", "SGD") else ""
+        raise TypeError(
+            f"{kind}(fused=True) rounds the last elements of a shard in another way than the others, so the bits would depend on the "
+            f"number of ranks; with slices use foreach=True{ours}"
+        )
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, cut: torch.Tensor) -> None:
@@ -93,3 +119,32 @@ def _known(kinds: tuple[type, ...]) -> bool | None:
     if any(kind in ELEMENTWISE for kind in kinds) or ELEMENTWISE_NAMES.intersection(names):
         return True
     return None
+
+
+def check_ranks(optimizer: torch.optim.Optimizer, checked: list[int] | None) -> list[int]:
+    """The ids of the parameters. If they are not the `checked` ones, the ranks that hold parts of the parameters compare their calls.
+
+    ValueError on all ranks, with the first difference, if they pass other parameters, another order, or other settings. Learning rates
+    may differ for a time: schedulers change them. Collective if the ids are new, and then 16 bytes per rank.
+    """
+    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    if ids == checked:
+        return ids
+    lines: dict[Communicator, list[str]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        settings = ", ".join(f"{name} {group[name]}" for name in optimizer.defaults if name in group and name != "lr")
+        begun: set[Communicator] = set()
+        for param in group["params"]:
+            if (spread := spread_of(param)) is None:
+                continue
+            its = lines.setdefault(spread.alike, [])
+            if spread.alike not in begun:
+                its.append(f"group {number} with {settings}")
+                begun.add(spread.alike)
+            its.append(f"{spread.name} of shape {spread.full_shape}")
+    for comm, its in lines.items():
+        check_alike(
+            comm, its, caller=type(optimizer).__name__,
+            remedy="pass the same parameters in the same order, with the same settings, on all ranks",
+        )  # fmt: skip
+    return ids

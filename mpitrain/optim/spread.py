@@ -7,6 +7,7 @@ marks the parameters that it makes: a shard of a parameter that `tensor_parallel
 import weakref
 from collections.abc import Iterable, MutableMapping
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import Communicator
 from mpitrain.part_tensor import refuse
-from mpitrain.parts import Box, Part, Piece, mark_part, part_of, watch_gradient
+from mpitrain.parts import Box, Part, Piece, mark_part, part_of, row_dim, watch_gradient
 
 
 class Spread(NamedTuple):
     """What a parameter of this rank is a part of."""
 
+    name: str
+    """Its name in the model, or in the part of the model that was sharded last: the same on the ranks of `holders`."""
     full_shape: tuple[int, ...]
     """The shape of the whole parameter, in the plain model."""
     copy: Communicator
@@ -33,6 +36,8 @@ class Spread(NamedTuple):
     """The holders in all copies that have the same values and gradients: only `holders`, if copies train apart."""
     offset: tuple[int, ...]
     """Where the parameter begins in the parameter that is sharded: in the plain model's, or in this rank's part of that."""
+    is_ordered: bool = False
+    """Whether every sum over the elements, and every update of an element, must not depend on the cut into shards."""
 
 
 # Not an attribute of the parameter, because a communicator cannot be pickled.
@@ -43,19 +48,26 @@ def mark_spread(
     param: nn.Parameter,
     full_shape: tuple[int, ...],
     *,
+    name: str,
     copy: Communicator,
     everyone: Communicator,
     holders: Communicator,
     alike: Communicator,
     offset: tuple[int, ...] | None = None,
+    is_ordered: bool = False,
 ) -> None:
     """`param` is a part of a parameter of `full_shape`. If `tensor_parallel` has cut it, the shape is that of the uncut parameter.
 
-    The groups of ranks: see `Spread`. `offset`: of a shard in the parameter that is sharded; None: its beginning.
+    The groups of ranks, and `is_ordered`: see `Spread`. `offset`: of a shard in the parameter that is sharded; None: its beginning.
     """
     part = part_of(param)
     shape = part.full_shape if part is not None and part.full_shape else full_shape
-    _marks[param] = Spread(tuple(shape), copy, everyone, holders, alike, offset or (0,) * param.ndim)
+    _marks[param] = Spread(name, tuple(shape), copy, everyone, holders, alike, offset or (0,) * param.ndim, is_ordered)
+
+
+def mark_renamed(param: torch.Tensor, name: str) -> None:
+    """`param` has another name now: a module around the one that was sharded before has been sharded, too."""
+    _marks[param] = _marks[param]._replace(name=name)
 
 
 def mark_apart(param: torch.Tensor) -> None:
@@ -73,6 +85,18 @@ def pieces_of(param: torch.Tensor) -> list[Piece]:
     return [Piece((slice(None),) * param.ndim, Box(offset, tuple(param.shape)))] if param.numel() else []
 
 
+def is_ordered(param: torch.Tensor) -> bool:
+    """Whether sums over a parameter have the same bits at any number of ranks."""
+    return (spread := _marks.get(param)) is not None and spread.is_ordered
+
+
+def rows_of(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, of the shape of `param`, as a matrix of the rows between which the whole parameter is sharded."""
+    spread = _marks.get(param)
+    dim = row_dim(param.shape if spread is None else spread.full_shape)
+    return tensor.reshape(-1, max(prod(tensor.shape[dim + 1 :]), 1))
+
+
 def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
     """`param` is this rank's `part` of the parameter `name`, not sharded so far. Its gradient is a sum if the part says so.
 
@@ -80,7 +104,9 @@ def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
     """
     mark_part(param, part)
     model_ranks = part.model_ranks
-    mark_spread(param, part.full_shape, copy=model_ranks, everyone=model_ranks, holders=part.over, alike=part.over)
+    mark_spread(
+        param, part.full_shape, name=name, copy=model_ranks, everyone=model_ranks, holders=part.over, alike=part.over
+    )
     watch_gradient(param)
     if part.is_cut:
         param.refuse_as_whole = partial(refuse, name, param.shape, part.full_shape)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad
 
 from collectives import Communicator
 from mpitrain.optim.norms import norm_of
-from mpitrain.optim.spread import all_spread, counts_in_norms, everyone_of
+from mpitrain.optim.spread import all_spread, counts_in_norms, everyone_of, is_ordered, rows_of
 
 
 @functools.cache
@@ -54,16 +54,21 @@ def _total_norm(
 ) -> torch.Tensor:
     """`get_total_norm` of `torch.nn.utils`, and so `clip_grad_norm_`, of whole gradients. Collective if some are spread over ranks."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    over = {id(param.grad): (param, spread.copy) for param, spread in all_spread() if spread.copy.size > 1}
+    over = {
+        id(param.grad): (param, spread.copy)
+        for param, spread in all_spread()
+        if spread.copy.size > 1 or spread.is_ordered
+    }
+    found = [over.get(id(grad), (None, None)) for grad in grads]
+    ordered = {comm for param, comm in found if param is not None and is_ordered(param)}
     parts: dict[Communicator | None, list[torch.Tensor]] = {}
-    for grad in grads:
-        param, comm = over.get(id(grad), (None, None))
+    for grad, (param, comm) in zip(grads, found, strict=True):
         counted = parts.setdefault(comm, [])
         if param is None or counts_in_norms(param):
-            counted.append(grad)
+            counted.append(rows_of(param, grad) if param is not None and comm in ordered else grad)
     if not grads or list(parts) == [None]:
         return original(grads, norm_type, error_if_nonfinite, foreach)
-    norm = norm_of(parts, float(norm_type))
+    norm = norm_of(parts, float(norm_type), ordered)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()} over all ranks, so that they cannot be clipped; "

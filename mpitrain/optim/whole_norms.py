@@ -1,12 +1,14 @@
 """Norms of many whole tensors of which ranks hold parts, by one message."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from collectives import Communicator
+from mpitrain.optim.exact_sums import block_sums, to_digits, to_float
 from mpitrain.optim.norms import reduce
-from mpitrain.optim.spread import counts_in_norms, spread_of
+from mpitrain.optim.spread import counts_in_norms, is_ordered, rows_of, spread_of
 from mpitrain.parts import part_of
 
 _CHUNK = 1 << 15
@@ -18,14 +20,16 @@ class WholeNorms:
 
     Parts that several ranks hold count once. The stages of a pipeline have different parameters, so no message goes between them, and a
     stage may have none. Only a tied parameter, which several stages have, counts in the first of them, and a message of its own then
-    gives the others the same bits.
+    gives the others the same bits. If a parameter is marked as ordered, the norms have the same bits at any number of ranks.
 
     Args:
         params: the parameters of the optimizer, in the same order on all ranks that hold them.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._counts = torch.tensor([counts_in_norms(param) for param in params], dtype=torch.float64)
+        self._params = params
+        self._is_ordered = any(is_ordered(param) for param in params)
+        self._counts = torch.tensor([[counts_in_norms(param)] for param in params], dtype=torch.float64)
         held: dict[Communicator, list[int]] = {}
         tied: dict[Communicator, list[int]] = {}
         for index, param in enumerate(params):
@@ -40,12 +44,21 @@ class WholeNorms:
 
         A tensor of a kind is this rank's part, in the shape of the parameter's part, and None is zeros. All ranks get the same norms.
         """
-        squares = torch.stack([_squares(kind) for kind in kinds]) * self._counts
+        squares = torch.stack([self._squares(kind) for kind in kinds]) * self._counts
         for comm, indices in self._messages:
             sent = squares[:, indices]
             reduce(comm, sent)
             squares[:, indices] = sent
-        return squares.sqrt().tolist()
+        return [[math.sqrt(to_float(message)) for message in of_kind] for of_kind in squares.tolist()]
+
+    def _squares(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The sum of the squares of each tensor, as a message for `to_float`."""
+        if not self._is_ordered:
+            return _squares(tensors).unsqueeze(1)
+        rows = [
+            None if each is None else rows_of(param, each) for param, each in zip(self._params, tensors, strict=True)
+        ]
+        return torch.stack([to_digits(sums) for sums in block_sums(rows)])
 
 
 def _squares(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:

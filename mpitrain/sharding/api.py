@@ -17,7 +17,7 @@ from torch import nn
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
-from mpitrain.optim.spread import mark_replaced
+from mpitrain.optim.spread import mark_renamed, mark_replaced
 from mpitrain.parts import Part, part_of, tensor_ranks_of
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.optim.before_step import watch_steps
@@ -32,9 +32,11 @@ from mpitrain.sharding.setup.options import (
     check_dtypes,
     check_module,
     check_parts,
+    check_slices,
 )
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.setup.readiness import check_names
+from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import Cut
 from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, name_before
@@ -64,6 +66,7 @@ def fully_shard(
     cut: Cut = "rows",
     wire: str | Mapping[str, str] = "fp32",
     wire_weights: str | Mapping[str, str] = "fp32",
+    slices: int = 0,
 ) -> nn.Module:
     """Shard the parameters of `module` that belong to no unit yet over the ranks of `mesh`, in place. Returns the module. Collective.
 
@@ -98,7 +101,9 @@ def fully_shard(
     nothing is encoded, and arrays in GPU memory are not where NCCL or CUDA-aware MPI moves them. A dict
     {"node": "fp32", "network": "int8"} means the same as "int8". wire_weights: the same for gathers of weights, which stage 0 has not.
     Below fp32 the shards are masters with all bits, which the optimizer updates and checkpoints have, and the
-    full parameters have the values that were sent.
+    full parameters have the values that were sent. slices: a power of two, into how many equal slices a global batch is divided. Then
+    gradients have the same bits at any number of ranks: each backward is a `Round` of `mpitrain.rounds(model)`, which names its slice,
+    and after the last one of a step the gradient of the shards is the mean over the slices. 0: no slices.
 
     Raises:
         TypeError: an argument of a wrong type, or dtypes that cannot be reduced.
@@ -114,11 +119,12 @@ def fully_shard(
     options = Options(
         mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy, offload_policy=offload_policy,
         ignored_params=ignored_params, units=units, storage=storage, prefetch_bytes=prefetch_bytes, device=device,
-        cut=cut, wire=wire, wire_weights=wire_weights,
+        cut=cut, wire=wire, wire_weights=wire_weights, slices=slices,
     )  # fmt: skip
     check_dtypes(module, options)
     ranks = data_parallel_ranks(mesh, whole=stage == 0, tensor=tensor_ranks_of(module.parameters()))
     check_parts(module, ranks, mesh)
+    check_slices(options.slices, ranks)
     check_alike(ranks.data_parallel, described(module, options), caller="fully_shard", remedy=REMEDY)
     if ranks.data_parallel.size > 1:
         check_dense(module, options)
@@ -129,6 +135,8 @@ def fully_shard(
     blocks = _automatic_blocks(module) if units == "auto" else []
     if blocks or units_of(module):  # with single parts, a name may be of another part: see readiness.py
         check_names(module, policy.keep_fp32)
+
+    slices_of_step = Slices.of(options.slices, ranks) if options.slices else None
 
     names = {id(part): name for name, part in module.named_modules()}
     kept = [part for name, part in module.named_modules() if name and policy.keeps(name, kind_of(part))]
@@ -147,6 +155,7 @@ def fully_shard(
         unit = Unit(
             ranks, [_flat(params, ranks, its, options, num_group) for params in kinds], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
+            slices=slices_of_step,
         )  # fmt: skip
         # All checks and allocations have passed. Until here this part of the model is unchanged.
         for name, _, original in (param for params in kinds for param in params):
@@ -174,6 +183,7 @@ def fully_shard(
     for param in sharded_params(module):  # error messages name parameters as seen from the outermost module
         owner, name = param.users[0]
         param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
+        mark_renamed(param.shard, param.name)
     refuse_methods(module, is_cut=ranks.shard.size > 1)
     return module
 
@@ -213,7 +223,8 @@ def _flat(
         keep_freed_memory()
     shapes = [tuple(param.shape) for _, _, param in params]
     storage = _storage(shapes, policy.dtypes_of(original.dtype)[0], device, ranks, options, num_group)
-    return FlatParameters(params, ranks, policy, device, storage, options.offload_policy)
+    slices = Slices.of(options.slices, ranks) if options.slices else None
+    return FlatParameters(params, ranks, policy, device, storage, options.offload_policy, slices)
 
 
 def _storage(

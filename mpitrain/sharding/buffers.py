@@ -1,11 +1,14 @@
-"""Buffers, such as BatchNorm's statistics. Each rank has its own values until a call of `sync_buffers`."""
+"""Buffers, such as BatchNorm's statistics. Each rank has its own values until a call of `sync_buffers`.
+
+A model with slices has the same values on all ranks after each step: see slices/buffers.py.
+"""
 
 from typing import Literal
 
 import torch
 from torch import nn
 
-from mpitrain.sharding.unit.registry import sharded_over, units_of
+from mpitrain.sharding.unit.registry import sharded_over, slices_of, units_of
 
 
 def with_memory(model: nn.Module, name: str) -> torch.Tensor:
@@ -46,7 +49,10 @@ def sync_buffers(model: nn.Module, how: Literal["average", "broadcast"] = "avera
         parts = torch.view_as_real(values) if values.is_complex() else values
         try:
             if how == "average" and parts.is_floating_point():
-                over.data_parallel.all_reduce(parts, "avg")
+                # In float64 the mean of equal values is this value for any number of ranks.
+                mean = parts.double() if slices_of(model) is not None else parts
+                over.data_parallel.all_reduce(mean, "avg")
+                parts.copy_(mean)
             else:
                 over.data_parallel.broadcast(parts)
         except TypeError as error:

@@ -36,8 +36,8 @@ def checkpoint_activations(
     The second computation takes one more forward of the blocks, up to a third of a step's time. Memory has the activations of only one
     block at a time (Chen et al. 2016, "Training deep nets with sublinear memory cost"). torch's non-reentrant checkpoint gives
     gradients with the same bits, also with dropout by torch's generators. The call may come before or after `fully_shard`, and keeps
-    the names of parameters. Side effects of a block's forward, such as BatchNorm's in training, happen twice. Caches of keys and values
-    must be off (`use_cache=False` in transformers).
+    the names of parameters. Side effects of a block's forward happen twice, such as BatchNorm's in training without slices. Caches of
+    keys and values must be off (`use_cache=False` in transformers).
 
     Args:
         model: changed in place.

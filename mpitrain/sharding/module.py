@@ -10,9 +10,10 @@ from torch import nn
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.setup.foreign import refuse_wrapping
 from mpitrain.sharding.setup.readiness import check_ready
+from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.step.tree import check_added
-from mpitrain.sharding.unit.registry import kind_of, units_of
+from mpitrain.sharding.unit.registry import kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import mark_model
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
@@ -49,11 +50,17 @@ class ShardedModule(nn.Module):
         """Drop the gradients, also those that wait after `no_sync`, which the `zero_grad` of an optimizer does not drop."""
         super().zero_grad(set_to_none)
         if self._step is not None:
-            self._step.reducer.drop()
+            self._step.drop()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients over the ranks. Without it each rank keeps its full gradients, which need as much
-        memory as those of the unsharded model. The next backward with a reduction reduces the sum."""
+        memory as those of the unsharded model. The next backward with a reduction reduces the sum. ValueError for a model with slices.
+        """
+        if not requires_gradient_sync and self._unit.slices is not None:
+            raise ValueError(
+                "no_sync: the gradients of a model with slices are added up slice by slice, in one order; expected backwards without "
+                "no_sync, one for each round of mpitrain.rounds(model)"
+            )
         for unit in units_of(self) if recurse else [self._unit]:
             unit.sync_gradients = requires_gradient_sync
 
@@ -76,6 +83,14 @@ class ShardedModule(nn.Module):
         """Reduce the gradients that backwards under `no_sync` have left, if there are any. Collective, outside of the block."""
         if self._step is not None:
             self._step.reduce_gradients()
+
+    def slices_of_step(self) -> Slices | None:
+        """The slices of a global batch, each of which needs a backward; None without them."""
+        return self._unit.slices
+
+    def full_parameter(self, shard: nn.Parameter) -> nn.Parameter:
+        """The parameter that forward and backward use in the place of a shard."""
+        return next(param.full for param in sharded_params(self) if param.shard is shard)
 
     def unshard(self) -> None:
         """Fill and show the full parameters of this module, but not of sharded modules within it. Collective."""

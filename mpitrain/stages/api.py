@@ -24,13 +24,13 @@ from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run
 from mpitrain.stages.inputs import Inputs, call_of, check_inputs, described
-from mpitrain.stages.linear import take_linear_layers
+from mpitrain.stages.linear import take_linear_layers, take_torch_products
 from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import in_program, of_message
 from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.records import Measured, Record, gathered
-from mpitrain.stages.schedules import Action, Schedule, StageTimes, make_schedule
+from mpitrain.stages.schedules import Action, Schedule, StageTimes, check_order, make_schedule
 from mpitrain.stages.schedules.dividing import divide
 from mpitrain.stages.schedules.forwards import forwards
 from mpitrain.stages.tied import mark, ranks_of_params
@@ -173,8 +173,10 @@ class Pipeline:
         loss of the model's output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named
         arguments for the last stage alone, such as the targets. scale: changes a loss before its backward; it is called on each rank.
 
-        Returns: the sum of the losses, before `scale`: a float64 scalar, the same on all ranks. ValueError on all ranks if the number
-        of micro-batches is not that of the schedule.
+        If the model has slices, each micro-batch is one of `mpitrain.rounds(model)`.
+
+        Returns: the loss of each micro-batch, before `scale`: (M,) float64, the same on all ranks. ValueError on all ranks if the
+        number of micro-batches is not that of the schedule, or if the schedule does not fit the slices.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
@@ -182,6 +184,22 @@ class Pipeline:
             )
         run = self._begin("step", self.schedule, inputs, loss_of, last, scale)
         earlier = self._tied.take(self.stages.model)
+        has_slices = self._slices is not None
+        if has_slices:
+            run.all()
+        else:
+            self._run_and_reduce(run)
+        began = perf_counter()
+        run.end()
+        self._tied.add(self.stages.model, earlier, is_lent=has_slices)
+        self.communication_s += perf_counter() - began
+        losses = self._from_last_stage(run)
+        run.record.stop = perf_counter()
+        self._keep(run.record)
+        return losses
+
+    def _run_and_reduce(self, run: Run) -> None:
+        """Run the program, and reduce the gradients of all micro-batches together."""
         final = max(at for at, action in enumerate(run.program) if action.kind != "F")
         self._reduce_gradients(False)
         for at in range(len(run.program)):
@@ -192,14 +210,6 @@ class Pipeline:
         reduce: Any = getattr(self.stages.model, "reduce_gradients", None)
         if reduce is not None:
             reduce()
-        began = perf_counter()
-        run.messages.end()
-        self._tied.add(self.stages.model, earlier)
-        self.communication_s += perf_counter() - began
-        total = self._from_last_stage(run)
-        run.record.stop = perf_counter()
-        self._keep(run.record)
-        return total
 
     @torch.no_grad()
     def evaluate(
@@ -211,11 +221,12 @@ class Pipeline:
     ) -> torch.Tensor:
         """Forwards of any number of micro-batches, without gradients. Collective. Arguments as in `step`.
 
-        Returns: the sum of the losses: a float64 scalar, the same on all ranks. ValueError on all ranks if they have different numbers
-        of micro-batches.
+        Returns: the loss of each micro-batch: (M,) float64, the same on all ranks. ValueError on all ranks if they have different
+        numbers of micro-batches.
         """
         run = self._begin("evaluate", forwards(self.schedule, len(inputs)), inputs, loss_of, last)
         run.all()
+        run.end()
         return self._from_last_stage(run)
 
     @torch.no_grad()
@@ -234,6 +245,7 @@ class Pipeline:
 
         run = self._begin("next_logits", forwards(self.schedule, 1), [inputs], keep)
         run.all()
+        run.end()
         root = self.schedule.rank_of(self.schedule.num_stages - 1)
         shape, dtype = self.comm.broadcast_object((found[0].shape, found[0].dtype) if found else None, root)
         logits = found[0] if found else torch.empty(shape, dtype=dtype, device=self._device)
@@ -290,8 +302,13 @@ class Pipeline:
     ) -> Run:
         """Check the arguments of all ranks, and agree on the shapes of the micro-batches."""
         began = perf_counter()
+        slices = self._slices
+        if slices is not None:
+            take_torch_products(self.stages.model)
         with self.comm.together(name):
             self._check_norms()
+            if slices is not None and torch.is_grad_enabled():
+                self._check_slices(slices)
             if isinstance(inputs, torch.Tensor):
                 raise ValueError("expected a sequence of micro-batches, got one tensor")
             for what, given in (("inputs", inputs), ("last", last)):
@@ -311,17 +328,18 @@ class Pipeline:
             scale(torch.zeros((), device=self._device))  # a scaler, such as torch's, begins with its first call
         self.communication_s += perf_counter() - began
         of_program = (self.stages, messages, program, calls, loss_of or _itself, last, scale)
-        return Run(*of_program, waited=self._waited, around=self.around)
+        tied = self._tied.rounds(self.stages.model) if slices is not None and torch.is_grad_enabled() else None
+        return Run(*of_program, waited=self._waited, around=self.around, tied=tied)
 
     def _waited(self, seconds: float) -> None:
         self.communication_s += seconds
 
     def _from_last_stage(self, run: Run) -> torch.Tensor:
-        """The sum of the losses, on all ranks."""
+        """The losses, on all ranks."""
         began = perf_counter()
-        self.comm.broadcast(run.total, self.schedule.rank_of(self.schedule.num_stages - 1))
+        self.comm.broadcast(run.losses, self.schedule.rank_of(self.schedule.num_stages - 1))
         self.communication_s += perf_counter() - began
-        return run.total
+        return run.losses
 
     @property
     def _device(self) -> torch.device:
@@ -336,6 +354,22 @@ class Pipeline:
                 "this model is cut by tensor_parallel and in stages, and no mesh has told it the ranks of both; call "
                 "mpitrain.fully_shard(model, mesh, stage=0) after pipeline, or another stage of ZeRO"
             )
+
+    @property
+    def _slices(self) -> Any:
+        """The slices of a sharded model; None without them."""
+        of_step: Any = getattr(self.stages.model, "slices_of_step", None)
+        return None if of_step is None else of_step()
+
+    def _check_slices(self, slices: Any) -> None:
+        """ValueError if the schedule or the tied weights do not fit the slices."""
+        check_order(self.schedule)
+        if self.schedule.num_micro != slices.num_rounds:
+            raise ValueError(
+                f"expected a pipeline of {slices.num_rounds} micro-batches, one for each of mpitrain.rounds(model) with {slices.count} "
+                f"slices and {slices.num_ranks} data ranks, got {self.schedule.num_micro}"
+            )
+        self._tied.check_slices()
 
     def _reduce_gradients(self, reduces: bool) -> None:
         """Whether the next backwards of a sharded model reduce gradients. Only the last one of a step does, for all of them."""

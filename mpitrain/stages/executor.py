@@ -14,12 +14,14 @@ from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import places_of
 from mpitrain.stages.records import Record
 from mpitrain.stages.schedules import Action
+from mpitrain.stages.tied import TiedRounds
 from mpitrain.weight_gradients import Later, added_in_place, compute, waiting
 
 
 class Run:
     """One step, or one evaluation. Arguments as in `Pipeline.step`; `program`: the actions of this rank; `waited`: gets the seconds of
-    each wait for another rank's result, before the action that needs it; `around`: makes what is open while an action computes."""
+    each wait for another rank's result, before the action that needs it; `around`: makes what is open while an action computes;
+    `tied`: of a step with slices, in which each backward is a round and the gradients of its weights are reduced at once."""
 
     def __init__(
         self,
@@ -33,12 +35,13 @@ class Run:
         *,
         waited: Callable[[float], None] = lambda seconds: None,
         around: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext(),
+        tied: TiedRounds | None = None,
     ) -> None:
-        self._waited, self._around = waited, around
+        self._waited, self._around, self._tied = waited, around, tied
         self._stages, self.messages, self._calls, self.program = stages, messages, calls, program
         self._loss_of, self._last, self._scale = loss_of, last, scale
-        self.total = torch.zeros((), dtype=torch.float64)
-        """The sum of the losses, on the rank of the last stage."""
+        self.losses = torch.zeros(len(calls), dtype=torch.float64)
+        """The loss of each micro-batch, on the rank of the last stage."""
         self.record = Record(perf_counter())
         # The last action that computes gradients of weights, of each stage: then their hooks run.
         self._last_of_weights = set(
@@ -55,7 +58,7 @@ class Run:
             came = self._come(action)
             begun = perf_counter()
             self._waited(begun - before)
-            in_place = action.kind != "F" and at not in self._last_of_weights
+            in_place = action.kind != "F" and at not in self._last_of_weights and self._tied is None
             with self._around(action), added_in_place() if in_place else nullcontext():
                 self._compute(action, came)
         except Exception as error:
@@ -65,15 +68,23 @@ class Run:
         self.record.add(begun, perf_counter())
 
     def all(self) -> None:
-        """Run the whole program, and wait until the other ranks have the messages."""
+        """Run the whole program."""
         for at in range(len(self.program)):
             self.take(at)
+
+    def end(self) -> None:
+        """Wait until the other ranks have the messages."""
         self.messages.end()
+        if self._tied is not None:
+            self._tied.end()
 
     def _come(self, action: Action) -> torch.Tensor | None:
         """What the action needs from another stage."""
         needed = self.messages.needed(action)
-        return None if needed is None else self.messages.receive(*needed)
+        came = None if needed is None else self.messages.receive(*needed)
+        if self._tied is not None and action.kind == "B":
+            self._tied.before_backward()
+        return came
 
     def _compute(self, action: Action, came: torch.Tensor | None) -> None:
         kind, stage, micro = action
@@ -103,7 +114,7 @@ class Run:
                     f"expected the loss of a micro-batch, one number, got {_shown(y)}; pass the targets in last=, or loss_of=, a "
                     "function of the output"
                 )
-            self.total += y.detach().to("cpu", torch.float64)
+            self.losses[micro] = y.detach().to("cpu", torch.float64)
             y = y if self._scale is None else self._scale(y)
         else:
             self.messages.send("F", stage, micro, y.detach())
@@ -120,6 +131,8 @@ class Run:
         if x is not None:
             assert x.grad is not None
             self.messages.send("B", stage, micro, x.grad)
+        if self._tied is not None:
+            self._tied.after_backward()
 
 
 def _shown(value: Any) -> str:

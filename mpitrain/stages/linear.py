@@ -33,9 +33,12 @@ class _Linear(Function):
 
 
 class _StageLinear(nn.Linear):
+    has_own_products = True
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # autocast casts the operands of torch's own functions. A weight that is computed has a graph, through which one backward goes.
-        if torch.is_autocast_enabled(input.device.type) or not self.weight.is_leaf:
+        is_own = self.has_own_products and self.weight.is_leaf
+        if not is_own or torch.is_autocast_enabled(input.device.type):
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)
 
@@ -45,3 +48,10 @@ def take_linear_layers(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _StageLinear
+
+
+def take_torch_products(model: nn.Module) -> None:
+    """Let these layers compute as torch's own do, with the same bits as without a pipeline: see products.py for the difference."""
+    for module in model.modules():
+        if isinstance(module, _StageLinear):
+            module.has_own_products = False

@@ -8,6 +8,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.batches.rank_batches import RankBatches
+from mpitrain.train.batches.totals import LossTotal
 from mpitrain.train.passes import Passes
 
 BITS_PER_NAT = 1 / math.log(2)
@@ -41,6 +42,7 @@ class Evaluator:
         batches: of the run.
         passes: of the model.
         by_source: the losses by source of the held-out data.
+        loss_total: sums losses over the ranks.
         total: sums numbers over all ranks.
         is_alive: is called before each batch: an evaluation may take longer than a supervisor waits for a sign of life.
         knows_text: whether the text of the tokens is known.
@@ -53,12 +55,13 @@ class Evaluator:
         passes: Passes,
         by_source: SourceLosses,
         *,
+        loss_total: LossTotal,
         total: Callable[..., list[float]],
         is_alive: Callable[[], object],
         knows_text: bool,
     ) -> None:
         self._train, self._batches, self._passes, self._total = train, batches, passes, total
-        self._by_source = by_source
+        self._by_source, self._loss_total = by_source, loss_total
         self._is_alive, self._knows_text = is_alive, knows_text
 
     def is_due(self, step: int) -> bool:
@@ -68,20 +71,25 @@ class Evaluator:
         return bool(self._batches.heldout.num_batches and at_this_step)
 
     def evaluate(self) -> Evaluation:
-        """The mean loss over the targets of the held-out batches that count. For any number of ranks the same, except for rounding.
+        """The mean loss over the targets of the held-out batches that count. Collective.
 
-        Collective.
+        It is the same for any number of ranks: except for rounding, and with slices bit for bit.
         """
         num_batches = self._batches.heldout.num_batches
-        batches = list(self._alive_at_each(map(self._batches.of_evaluation, range(num_batches))))
+        read = (batch for index in range(num_batches) for batch in self._batches.of_evaluation(index))
+        batches = list(self._alive_at_each(read))
         num_counted = sum(batch.num_counted for batch in batches)
         num_bytes = sum(map(self._batches.num_bytes, batches))
         with self._by_source.observing():
-            own_loss = self._passes.evaluate(self._alive_at_each(batches))
-        total_loss, counted, in_bytes, *of_sources = self._total(
-            own_loss, num_counted, num_bytes, *self._by_source.sums(batches)
+            losses = self._passes.evaluate(self._alive_at_each(batches))
+        counted, in_bytes, *sums = self._total(
+            num_counted,
+            num_bytes,
+            *self._loss_total.values(batches, losses),
+            *self._by_source.sums(batches),
         )
-        loss = total_loss / counted if counted else math.nan
+        of_losses, of_sources = sums[: self._loss_total.num_values], sums[self._loss_total.num_values :]
+        loss = self._loss_total.total(of_losses) / counted if counted else math.nan
         knows_bits = self._knows_text and counted and in_bytes
         bits_per_byte = loss * BITS_PER_NAT * (counted / in_bytes) if knows_bits else math.nan
         return Evaluation(loss, bits_per_byte, num_batches, self._knows_text, self._by_source.figures(of_sources))

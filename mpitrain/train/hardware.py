@@ -6,9 +6,12 @@ import time
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from collectives import Communicator
+from collectives.selection.table_cache import cpu_model
+from collectives.transports.mpi import library_version
 from mpitrain.config import ParallelConfig
 from mpitrain.plan.measuring.memory import node_bytes
 from mpitrain.products import product
@@ -52,6 +55,17 @@ def take_hardware(comm: Communicator, config: ParallelConfig) -> Hardware:
     device = torch.device("cuda", comm.node.rank % num_gpus)
     torch.cuda.set_device(device)
     return Hardware(device, threads, cores)
+
+
+def environment() -> dict[str, str]:
+    """What can change the bits of a run on this rank, and is no setting: the processor, and versions of libraries."""
+    return {
+        "cpu": cpu_model(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # of torch's kernels, such as AVX512
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "mpi": library_version(),
+    }
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

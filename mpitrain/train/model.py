@@ -11,9 +11,7 @@ from collectives import Mesh
 from mpitrain.config import Config, OptimConfig, ParallelConfig
 from mpitrain.init import initialize
 from mpitrain.models import LanguageModel, build, decay_groups, layer_groups, muon_groups
-from mpitrain.optim import LAMB, LARS, Muon
-from mpitrain.optim.adamw import AdamW
-from mpitrain.optim.sgd import SGD
+from mpitrain.optim import LAMB, LARS, SGD, AdamW, Muon
 from mpitrain.sharding import CPUOffloadPolicy, DiLoCo, MixedPrecisionPolicy, checkpoint_activations, fully_shard
 from mpitrain.sharding.compression import compress_gradients, power_sgd, top_k
 from mpitrain.sharding.compression.power_sgd import PowerSGD
@@ -43,7 +41,7 @@ def make_model(
             model,
             mesh["pp"],
             parallel.schedule,
-            micro_batches=config.train.accumulate,
+            micro_batches=config.train.micro_batches(mesh["dp_replicate", "dp_shard", "cp"].size),
             stages_per_rank=parallel.stages_per_rank,
         )
         passes = StagedPasses(pipe, device)
@@ -60,6 +58,7 @@ def make_model(
             cut=parallel.cut,
             wire=parallel.wire,
             wire_weights=parallel.wire_weights,
+            slices=config.train.slices,
         )
     if (hook := _hook(config)) is not None:
         compress_gradients(model, hook)
@@ -87,12 +86,13 @@ def make_diloco(model: LanguageModel, parallel: ParallelConfig) -> DiLoCo | None
     """The local steps of the settings; None without them. A load, or `restart`, must follow. Collective."""
     if not parallel.local_steps:
         return None
+    is_nesterov = parallel.outer == "nesterov"
     return DiLoCo(
         model,
         every=parallel.local_steps,
         outer=parallel.outer,
-        lr=parallel.outer_lr,
-        momentum=parallel.outer_momentum,
+        lr=parallel.outer_lr if is_nesterov else None,
+        momentum=parallel.outer_momentum if is_nesterov else None,
         exact_steps=parallel.exact_steps,
     )
 

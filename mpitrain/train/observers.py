@@ -20,9 +20,10 @@ from mpitrain.monitor.layers.figures import LayerFigures
 from mpitrain.monitor.monitor import Monitor
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.monitor.trace.tracer import Traced, Tracer
+from mpitrain.sharding.unit.registry import slices_of
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.hardware import Hardware, memory_bytes, memory_of_rank
+from mpitrain.train.hardware import Hardware, environment, memory_bytes, memory_of_rank
 from mpitrain.train.passes import Passes
 from mpitrain.train.run import Run
 
@@ -69,7 +70,7 @@ class Observers:
         )
         self._layers = LayerFigures(model, every=config.log.layers_every, total=total)
         self._has_layers = False  # figures of layers are due in this step
-        self._losses = SourceLosses(model, sources)
+        self._losses = SourceLosses(model, sources, slices_of(model))
         self._of_sources: list[float] = []
         self.terminal: Terminal | None = None  # on rank 0, while it trains
         self.is_ending = False
@@ -89,6 +90,7 @@ class Observers:
             source=source,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             threads=hardware.threads,
+            environment=environment(),
             layout={name: mesh[name].size for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
             work=(mesh["pp"].rank, sum(prod(each.box.full_shape) for each in sharding.sharded_params(self._model))),
             parameters=num_parameters(sizes),

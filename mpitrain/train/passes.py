@@ -13,6 +13,7 @@ from mpitrain.models import LanguageModel
 from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.optim.norms import Spent
 from mpitrain.sharding.module import steps_of
+from mpitrain.sharding.slices.api import seed_all
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.stages import Pipeline
 from mpitrain.tensor.layers import exchanges_of
@@ -28,11 +29,14 @@ _EVALUATED = 64  # micro-batches in one pass of a pipeline
 class Passes(Protocol):
     """The passes of a model. All methods are collective, and return the same on all ranks that hold one copy of the model."""
 
-    def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> float:
-        """Forward and backward of each micro-batch; returns the sum of the losses over all targets. Its time goes into the clock."""
+    def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> torch.Tensor:
+        """Forward and backward of each micro-batch; returns the sum over its targets of the losses of each, on the host.
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        """The sum of the losses over all targets of all batches, without gradients."""
+        Its time goes into the clock.
+        """
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> list[float]:
+        """The sum over its targets of the losses of each batch, without gradients."""
 
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
         """(B, L) int64 -> (B, 1, V): the logits after the last token, without gradients."""
@@ -73,27 +77,29 @@ class WholePasses:
     def __init__(self, model: LanguageModel, device: torch.device) -> None:
         self._model, self._device = model, device
 
-    def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> float:
+    def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> torch.Tensor:
         # The gradients of a step are compressed once. Without compression the micro-batches' reductions need less memory.
         no_sync: Any = getattr(self._model, "no_sync", nullcontext)
         waits = compression_of(self._model) is not None
-        total = torch.zeros((), device=self._device)
+        losses = []
         before, shares = clock.seconds["forward"] + clock.seconds["backward"], None
         if self._device.type == "cuda":
             shares = DeviceShares(partial(torch.cuda.Event, enable_timing=True))
             shares.mark()
         for number, batch in enumerate(batches, 1):
+            if batch.seed is not None:
+                seed_all(*batch.seed)
             loss = self._loss(batch)
             clock.lap("forward")
             if shares is not None:
                 shares.mark()
             with no_sync() if waits and number < len(batches) else nullcontext():
                 scale(loss).backward()
-            total += loss.detach()
+            losses.append(loss.detach())
             clock.lap("backward")
             if shares is not None:
                 shares.mark()
-        found = total.item()  # waits for a GPU
+        found = torch.stack(losses).cpu()  # waits for a GPU
         clock.lap("backward")
         if shares is not None:
             both = clock.seconds["forward"] + clock.seconds["backward"] - before
@@ -101,8 +107,8 @@ class WholePasses:
         return found
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        return sum(self._loss(batch).item() for batch in batches)
+    def evaluate(self, batches: Iterable[MicroBatch]) -> list[float]:
+        return [self._loss(batch).item() for batch in batches]
 
     @torch.no_grad()
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
@@ -128,21 +134,21 @@ class StagedPasses:
     def __init__(self, pipe: Pipeline, device: torch.device) -> None:
         self.pipe, self._device = pipe, device
 
-    def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> float:
+    def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> torch.Tensor:
         inputs, last = self._given(batches)
         before = clock.seconds["backward"]
-        total = self.pipe.step(inputs, last=last, scale=scale).item()
+        losses = self.pipe.step(inputs, last=last, scale=scale)
         clock.lap("backward")
         # Forwards and backwards take turns, so the pipeline's own record divides the time.
         clock.move(self.pipe.forward_share() * (clock.seconds["backward"] - before), "backward", "forward")
-        return total
+        return losses
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        total, left = 0.0, iter(batches)
+    def evaluate(self, batches: Iterable[MicroBatch]) -> list[float]:
+        losses, left = list[float](), iter(batches)
         while group := list(islice(left, _EVALUATED)):
             inputs, last = self._given(group)
-            total += self.pipe.evaluate(inputs, last=last).item()
-        return total
+            losses += self.pipe.evaluate(inputs, last=last).tolist()
+        return losses
 
     def last_logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:  # noqa: N803
         return self.pipe.next_logits(tokens_BL)

@@ -1,6 +1,5 @@
 """The states of the random generators that a user's model may draw from, as one row of bytes per rank."""
 
-import hashlib
 import random
 from typing import Any
 
@@ -8,15 +7,6 @@ import numpy as np
 import torch
 
 _WORDS = 625  # 32-bit words of a Mersenne Twister's state and its position
-
-
-def seed_all(seed: int, rank: int) -> None:
-    """Seed torch, NumPy and Python differently on every rank."""
-    digest = hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=8, person=b"mpitrain.random").digest()
-    number = int.from_bytes(digest, "little")
-    torch.manual_seed(number)
-    np.random.seed(number % 2**32)
-    random.seed(number)
 
 
 def pack(device: torch.device) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""The checkpoints of the main job: model, optimizer, position in the data, random states, settings."""
+"""The checkpoints of the main job: model, optimizer, position in the data, random states, settings.
+
+With slices a checkpoint has no random states, because each forward is seeded by the step and the slice.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -16,6 +19,7 @@ from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import DiLoCo
+from mpitrain.sharding.slices.api import seed_all
 from mpitrain.sharding.unit.registry import diloco_of
 from mpitrain.sharding.unit.wires import chosen_format
 from mpitrain.train import random_states
@@ -74,9 +78,11 @@ def collect(
         meta |= {"lease": lease.number, "lease_run": lease.run}
     if health:
         meta["health"] = health
-    rows = random_states.pack(_device(model))
-    states = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
-    return state.collect(model, optimizer, meta=meta, tensors={_RANDOM: states, **data[1]})
+    tensors = dict(data[1])
+    if not config.train.slices:
+        rows = random_states.pack(_device(model))
+        tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
+    return state.collect(model, optimizer, meta=meta, tensors=tensors)
 
 
 def write(
@@ -110,8 +116,8 @@ def load(
 
     `is_own`: of this run. From the state of another run the model goes on with other data, too, which begin anew.
 
-    The optimizer's settings, such as the learning rate, come from `config`. Random states are loaded only on the same number of ranks.
-    `seed_of`: a number with which this rank's generators are seeded if they get no state.
+    The optimizer's settings, such as the learning rate, come from `config`. Random states are loaded only on the same number of ranks,
+    and without slices. `seed_of`: a number with which this rank's generators are seeded if they get no state.
     ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if it has another model.
     """
     meta = on_rank0(comm, lambda: _checked_meta(source.entries().meta, source))
@@ -138,20 +144,24 @@ def load(
     there, here = (
         (n, c.parallel.tensor, c.parallel.pipeline) for n, c in ((meta["num_ranks"], saved), (comm.size, config))
     )
-    if there == here:
+    has_states = not saved.train.slices and not config.train.slices
+    if has_states and there == here:
         tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
     state.load(source, model, optimizer, tensors={**tensors, **of_data}, hyperparameters=False)
     if (diloco := diloco_of(model)) is not None:
         remarks += _of_copies(diloco, meta)
     if tensors:
         random_states.unpack(rows, device)
-    else:
-        random_states.seed_all(config.train.seed + step, seed_of)
+    elif not config.train.slices:
+        seed_all(config.train.seed + step, seed_of)
         then, now = (
-            f"{n} ranks" + f", {tensor} a layer" * (tensor > 1) + f", {stages} in a pipeline" * (stages > 1)
+            f"{n} rank{'s' * (n > 1)}"
+            + f", {tensor} a layer" * (tensor > 1)
+            + f", {stages} in a pipeline" * (stages > 1)
             for n, tensor, stages in (there, here)
         )
-        remarks.append(f"it was saved by {then}, now {now}: random generators get new seeds")
+        differs = f"it was saved by {then}, now {now}" if has_states else "it was saved with train.slices"
+        remarks.append(f"{differs}: random generators get new seeds")
     if other_data:
         remarks.append(other_data)
     elif meta["data"]["fingerprint"] != fingerprint:
@@ -176,9 +186,8 @@ def _of_copies(diloco: DiLoCo, meta: Mapping[str, Any]) -> list[str]:
     there, here = meta["diloco"].get("copies"), diloco.num_copies
     if not diloco.is_local or there is None or there == here:
         return []
-    return [
-        f"it was saved by {there} copies in local steps, now {here}: docs/network-local-steps.md tells what each takes"
-    ]
+    copies = f"{there} cop{'ies' if there > 1 else 'y'}"
+    return [f"it was saved by {copies} in local steps, now {here}: docs/network-local-steps.md tells what each takes"]
 
 
 def _take_table(table: Any, comm: Communicator) -> list[str]:

@@ -15,7 +15,7 @@ import collectives
 from ckpt.saving.mpio import mpio_error
 from collectives import Communicator, recovery
 from mpitrain.axes import mesh
-from mpitrain.config import Config, ConfigError, check_ranks
+from mpitrain.config import Config, ConfigError, ParallelConfig, check_ranks
 from mpitrain.data.loading import load_data, speed_up
 from mpitrain.data.streaming.feed import tell
 from mpitrain.data.tokenizers import load_tokenizer
@@ -24,15 +24,17 @@ from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, Sta
 from mpitrain.init import initialize
 from mpitrain.models import num_parameters
 from mpitrain.monitor.console import Terminal
+from mpitrain.monitor.heading import about_messages
 from mpitrain.monitor.record.lines import is_evaluated
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.monitor.sinks import check_sinks
 from mpitrain.rank0 import on_rank0
-from mpitrain.sharding.unit.registry import compression_of
-from mpitrain.sharding.unit.wires import about_one_node
-from mpitrain.train import random_states, saving, stop
+from mpitrain.sharding.slices.api import seed_all
+from mpitrain.sharding.unit.registry import compression_of, slices_of
+from mpitrain.train import saving, stop
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.rank_batches import RankBatches
+from mpitrain.train.batches.totals import LossTotal
 from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
 from mpitrain.train.evaluation import Evaluator
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware
@@ -70,7 +72,7 @@ class Trainer:
                 raise ConfigError("parallel.device: cuda was asked for, but torch sees no GPU here; choose auto or cpu")
             if config.checkpoint.driver != "posix" and (problem := mpio_error(comm.mpi)):
                 raise ConfigError(f"checkpoint.driver: {problem}")
-        self.hardware: Hardware = take_hardware(comm, config.parallel)
+        self.hardware: Hardware = take_hardware(comm, self._with_threads(config))
         self._begin()  # an early check; `fit` repeats it, because other jobs can change the folder until then
         if on_rank0(comm, self.run.is_free):
             self._report_into_folder()
@@ -110,6 +112,8 @@ class Trainer:
         self.model, self.passes = make_model(
             replace(config, parallel=self.parallel), self.mesh, self.hardware.device, has_values=self._has_values
         )
+        self.slices = slices_of(self.model)
+        self._loss_total = LossTotal(self.slices, comm.size // self.data.size)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.stepper = Stepper(self.model, self.optimizer, config)
         self.step = 0
@@ -126,8 +130,9 @@ class Trainer:
             self.marks.alive("recovering", self.step)
         self.evaluator = Evaluator(
             config.train, self.batches, self.passes,
-            SourceLosses(self.model, self.batches.heldout_sources, figure="heldout_loss"),
-            total=self._sum, knows_text=self.tokenizer is not None, is_alive=lambda: self.marks.alive("training", self.step),
+            SourceLosses(self.model, self.batches.heldout_sources, self.slices, figure="heldout_loss"),
+            loss_total=self._loss_total, total=self._sum,
+            knows_text=self.tokenizer is not None, is_alive=lambda: self.marks.alive("training", self.step),
         )  # fmt: skip
         self._endurance = (
             Inheritance(config, comm, self.run)
@@ -139,7 +144,7 @@ class Trainer:
         self._is_in_copies_alone = False  # the first state, so that a checkpoint of it must be saved
         # The ranks of `tp` have the same numbers; two stages of a pipeline have not.
         self._seed_of = self.data.rank + self.data.size * self.mesh["pp"].rank
-        random_states.seed_all(config.train.seed, self._seed_of)
+        seed_all(config.train.seed, self._seed_of)
         self._first_stepper = self.stepper.state_dict()
         self.health = self._make_health()
 
@@ -195,6 +200,8 @@ class Trainer:
         # The weight of a loss: the gradient is the mean over the ranks that train as one.
         if self.diloco is not None and self.diloco.is_local:
             weight = self.comm.size / num_copies / max(counted_by_copy[copy], 1)
+        elif self.slices is not None:  # a gradient is the mean over the slices
+            weight = self.slices.count / max(num_counted * self.data.size / self.comm.size, 1)
         else:
             weight = self.comm.size / max(num_counted, 1)
         lr = learning_rate(config, self.step)
@@ -203,7 +210,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         clock.lap("optimizer")
         with observers.passing():
-            total = self.passes.train(batches, lambda loss: self.stepper.scale(loss * weight), clock)
+            losses = self.passes.train(batches, lambda loss: self.stepper.scale(loss * weight), clock)
         self.batches.prepare(self.step + 1)  # a GPU computes meanwhile
         clock.lap("data")
         observers.after_backward(self.stepper.loss_scale)
@@ -212,20 +219,21 @@ class Trainer:
         # One message sums the losses of the global batch, the requests to stop, whether rank 0 lost the folder, odd norms, and the
         # squares of norms.
         is_odd = self.health.is_odd(grad_norm)
-        total_loss, asked, lost, odd, squares, num_damaged, *observed = self._sum(
-            total,
+        asked, lost, odd, squares, num_damaged, *sums = self._sum(
             stop.requested(),
             self.run.is_lost(),
             is_odd,
             grad_norm * grad_norm,
             self.batches.num_damaged(),
+            *self._loss_total.values(batches, losses),
             *observers.values(batches),
         )
+        of_losses, observed = sums[: self._loss_total.num_values], sums[self._loss_total.num_values :]
         if self.diloco is not None and self.diloco.is_local:
             # Each copy has its own norm, and all ranks decide by the same one.
             grad_norm = math.sqrt(squares / self.comm.size)
         observers.met(observed, is_lost=lost > 0)
-        mean = total_loss / num_counted if num_counted else math.nan
+        mean = self._loss_total.total(of_losses) / num_counted if num_counted else math.nan
         if lost:
             self._check_lock()
         self.batches.check_damaged(int(num_damaged))
@@ -363,7 +371,7 @@ class Trainer:
         self.batches.start_over()
         self.stepper.load_state_dict(self._first_stepper)
         self.health.load_state_dict({})
-        random_states.seed_all(self.config.train.seed, self._seed_of)
+        seed_all(self.config.train.seed, self._seed_of)
 
     def _go_back(self, bad: Bad, error: BaseException) -> None:
         """Continue from the last good state, without the data of the bad steps. FloatingPointError without a good state."""
@@ -585,27 +593,24 @@ class Trainer:
         )
         model, held = self.config.model, sum(p.numel() for p in self.model.parameters())
         num_idle = self._lasting.num_idle if self._lasting is not None else 0
+        messages = about_messages(
+            self.config, self.parallel, num_nodes=self.comm.num_nodes, on_gpus=hardware.device.type == "cuda"
+        )
         idle = f"; {num_idle} more without work, because they do not fit the layout" if num_idle else ""
         return (
             f"{self.comm.size} rank{'s' * (self.comm.size > 1)} on {self.comm.num_nodes} node{'s' * (self.comm.num_nodes > 1)}, "
             f"{where}{idle}\n"
             f"model {model.family} {model.size}: {num_parameters(sizes) / 1e6:.2f} M parameters, {held / 1e6:.2f} M on rank 0\n"
             f"data: {self.found}\n"
-            + self._about_wires()
-            + "".join(f"{line}\n" for line in self._about_engines)
+            + "".join(f"{line}\n" for line in (*messages, *self._about_engines))
             + f"run {self.run.folder} {self.beginning}"
         )
 
-    def _about_wires(self) -> str:
-        """A line if gradients or weights are encoded between nodes, or are not though the settings ask for it."""
-        if self.comm.num_nodes == 1:
-            line = about_one_node(self.config.parallel.wire, self.config.parallel.wire_weights)
-            return f"{line}\n" if line else ""
-        wires = self.parallel.wire, self.parallel.wire_weights
-        if wires == ("fp32", "fp32"):
-            return ""
-        but = ", but as they are by NCCL and CUDA-aware MPI" if self.hardware.device.type == "cuda" else ""
-        return f"between nodes: gradients as {wires[0]}, weights as {wires[1]}{but}\n"
+    @staticmethod
+    def _with_threads(config: Config) -> ParallelConfig:
+        """With slices the number of threads must not follow from the number of ranks, because kernels may divide sums by threads."""
+        parallel = config.parallel
+        return replace(parallel, threads=1) if config.train.slices and parallel.threads is None else parallel
 
     def _sum(self, *values: float) -> list[float]:
         """The sum of each value over the ranks, bit for bit the same on all ranks."""

@@ -17,9 +17,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -62,11 +63,28 @@ def launch(
     """`mpirun OPTIONS -np num_ranks python args...`. `env` is added to the environment; the other arguments are `run`'s."""
     mpirun, settings = job_environment(num_ranks)
     command = [mpirun, *options, "-np", str(num_ranks), sys.executable, *args]
-    result = run(command, env={**settings, **(env or {})}, **of_run)  # type: ignore[arg-type]
-    if "PMIx server's listener thread failed to start" in result.stderr:
-        # Open MPI's mpirun, before it starts a rank: once in some hundred jobs on a machine where others were killed before.
-        result = run(command, env={**settings, **(env or {})}, **of_run)  # type: ignore[arg-type]
+    with own_segments() as segments:
+        env = {**settings, **segments, **(env or {})}
+        result = run(command, env=env, **of_run)  # type: ignore[arg-type]
+        if "PMIx server's listener thread failed to start" in result.stderr:
+            # Open MPI's mpirun, before it starts a rank: once in some hundred jobs on a machine where others were killed before.
+            result = run(command, env=env, **of_run)  # type: ignore[arg-type]
     return result
+
+
+@contextlib.contextmanager
+def own_segments() -> Iterator[dict[str, str]]:
+    """A folder for Open MPI's shared memory of one job, as a variable; it is removed with what killed ranks left.
+
+    Open MPI 5 names these files by a hash of 16 bits of mpirun's process id. Two jobs at the same time, as CI runs them, write into the
+    memory of each other where the hashes are equal, and die of SIGSEGV in mca_btl_sm_poll_handle_frag.
+    """
+    shared_memory = Path("/dev/shm")
+    if not shared_memory.is_dir():
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(dir=shared_memory, prefix="mpitrain-job-", ignore_cleanup_errors=True) as folder:
+        yield {"OMPI_MCA_btl_sm_backing_directory": folder}
 
 
 def collectives_alone(*arguments: str) -> Result:

@@ -49,7 +49,7 @@ def in_step(trainer: Trainer, step: int, act: Callable[[], Any]) -> None:
     """Call `act` on this rank in step number `step` (from 1), between its backward and the optimizer's step."""
     train = trainer.passes.train
 
-    def then_act(*args: Any) -> float:
+    def then_act(*args: Any) -> Any:
         total = train(*args)
         if trainer.step + 1 == step:
             act()
@@ -62,7 +62,7 @@ def fails_at(trainer: Trainer, step: int) -> list[int]:
     """The step after `step` steps raises a ValueError on all ranks. Returns a list that gets the number of steps before each step."""
     train, seen = trainer.passes.train, list[int]()
 
-    def or_fail(*args: Any) -> float:
+    def or_fail(*args: Any) -> Any:
         seen.append(trainer.step)
         if trainer.step == step:
             with trainer.comm.together():

@@ -177,6 +177,21 @@ class Shared(ByPulling):
 
         return self.posts.post(flat, add)
 
+    def post_parts(self, flat: np.ndarray, part: tuple[int, int], use: Callable[[list[np.ndarray]], None]) -> Post:
+        """`use` will read the elements `part` of all ranks' arrays, in order of rank. `posts` takes `flat`."""
+        begin, end = part
+        return self.posts.post(flat, lambda arrays: use([array.view(flat.dtype)[begin:end] for array in arrays]))
+
+    def use_parts(self, flat: np.ndarray, part: tuple[int, int], use: Callable[[list[np.ndarray]], None]) -> bool:
+        """`post_parts`, with waits. Returns False, on all ranks, if the arrays are not in node memory: then nothing was read."""
+        sources = self._show(flat, "parts") or []
+        views = [source.view for source in sources if source.view is not None]
+        if len(views) == self._size:
+            use([view[slice(*part)] for view in views])
+            self._meet()
+        self._arrived()
+        return len(views) == self._size
+
     # The two steps
 
     def reduce_parts(

@@ -41,7 +41,7 @@ def documents(made: Recipe, num_processes: int) -> Iterator[Get]:
     processes = Processes(num_processes, print) if num_processes else None
     try:
         batches = DocumentBatches(made, partial(open_lanes, say=print) if processes is None else processes.open_lanes)
-        yield lambda step: batches.get(step, 0, made.batch).tokens.astype(np.int64)
+        yield lambda step: batches.get(step, range(made.batch)).tokens.astype(np.int64)
     finally:
         if processes is not None:
             processes.close()
@@ -90,9 +90,9 @@ def first_batch_s(folder: Path, tokenizer: Tokenizer, num_processes: int) -> flo
     with documents(made, 0) as get:
         get(0)
     before = DocumentBatches(made, partial(open_lanes, say=print))
-    before.get(5, 0, _LANES)
+    before.get(5, range(_LANES))
     meta, tensors = before.described()
-    tensors["lanes"] = before.states(6, 0, _LANES)[1]
+    tensors["lanes"] = before.states(6, range(_LANES))[1]
     processes = Processes(num_processes, print) if num_processes else None
     try:
         after = DocumentBatches(made, partial(open_lanes, say=print) if processes is None else processes.open_lanes)
@@ -100,7 +100,7 @@ def first_batch_s(folder: Path, tokenizer: Tokenizer, num_processes: int) -> flo
         began = time.perf_counter()
         after.go_on(6, 6 * _LANES)
         after.load(6 * _LANES, meta, tensors)
-        after.get(6, 0, _LANES)
+        after.get(6, range(_LANES))
         return time.perf_counter() - began
     finally:
         if processes is not None:

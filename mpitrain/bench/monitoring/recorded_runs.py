@@ -163,6 +163,7 @@ def _begin(step: int, source: str, hosts: Sequence[str], gpu: bool) -> dict[str,
     ranks = len(hosts)
     return {
         "event": "begin", "step": step, "ranks": ranks, "hosts": hosts, "device": "NVIDIA H100" if gpu else "cpu", "threads": 1,
+        "environment": {"cpu": "a processor", "instructions": "AVX2", "torch": "2.9.0", "numpy": "2.3.0", "mpi": "Open MPI v5.0.0"},
         "layout": {"dp_shard": ranks}, "work": [0] * ranks, "source": source, "flops_per_s": 1e11 * ranks,
         "vendor_flops_per_s": 9.89e14 * ranks if gpu else None, "memory_bytes_of_rank": 80_000_000_000 if gpu else 16_000_000_000,
         "parameters": 124_000_000, "tokens_per_step": 2048 * ranks,

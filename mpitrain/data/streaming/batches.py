@@ -1,6 +1,6 @@
 """Training and evaluation batches of documents, with the interface of `order.Batches` and `order.HeldoutBatches`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from mpitrain.data.positions import Positions
 from mpitrain.data.shards import unpacked
 from mpitrain.data.streaming.feed import CHUNK
 from mpitrain.data.streaming.lanes import NUM_INTEGERS, OpenLanes, Recipe, rows_per_lane
-from mpitrain.data.streaming.stream import Rows, Stream
+from mpitrain.data.streaming.stream import LaneStates, Rows, Stream
 
 
 class DocumentBatches(Positions):
@@ -35,22 +35,22 @@ class DocumentBatches(Positions):
         """The number of the run's lanes."""
         return self._recipe.lanes
 
-    def get(self, step: int, lo: int, hi: int) -> Rows:
-        """Rows lo to hi of the global batch of a step. A rank asks for the same rows of each step, in order: see Stream."""
-        return self._stream.get(self._numbers(step), lo, hi)
+    def get(self, step: int, rows: Sequence[int]) -> Rows:
+        """Rows of the global batch of a step. A rank asks for the same rows of each step, in order: see Stream."""
+        return self._stream.get(self._numbers(step), rows)
 
     @property
     def sources(self) -> list[str]:
         """The names of the sources."""
         return [source.name for source in self._recipe.sources]
 
-    def sources_of(self, step: int, lo: int, hi: int) -> np.ndarray:
+    def sources_of(self, step: int, rows: Sequence[int]) -> np.ndarray:
         """The number of the source of each of these rows, without reading them."""
-        return self._recipe.sources_of(self._numbers(step), lo, hi)
+        return self._recipe.sources_of(self._numbers(step), rows)
 
-    def states(self, step: int, lo: int, hi: int) -> tuple[int, np.ndarray]:
-        """The states after `step` steps of this rank's lanes, and the number of the first one: see Stream.state."""
-        return self._stream.state(self.next_sample(step) // self.lanes, lo, hi)
+    def states(self, step: int, rows: Sequence[int]) -> LaneStates:
+        """The states after `step` steps of this rank's lanes: see Stream.state."""
+        return self._stream.state(self.next_sample(step) // self.lanes, rows)
 
     def described(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """What the states are of: an entry of the checkpoint's meta, and the lists of shards, the same on all ranks."""
@@ -140,27 +140,27 @@ class HeldoutDocuments:
     def __init__(self, recipe: Recipe | None, num_batches: int, open_lanes: Callable[[Recipe], OpenLanes]) -> None:
         self.num_batches = num_batches
         self._recipe = recipe
-        self._rows: dict[tuple[int, int, int], Rows] = {}
+        self._rows: dict[int, Rows] = {}  # of each batch
         self._stream: Stream | None = None
         if recipe is not None:
             recipe.check()
             self.batch = recipe.batch
             self._stream = Stream(recipe, open_lanes(recipe))
 
-    def get(self, index: int, lo: int, hi: int) -> Rows:
-        """Rows lo to hi of evaluation batch `index`, 0 to num_batches - 1. A rank asks for the same rows each time."""
-        if self._stream is not None and (index, lo, hi) not in self._rows:
-            self._rows[index, lo, hi] = self._stream.get([index], lo, hi)
+    def get(self, index: int, rows: Sequence[int]) -> Rows:
+        """Rows of evaluation batch `index`, 0 to num_batches - 1. A rank asks for the same rows each time."""
+        if self._stream is not None and index not in self._rows:
+            self._rows[index] = self._stream.get([index], rows)
             if len(self._rows) == self.num_batches:
                 self._stream = None  # the shards need not stay open
-        return self._rows[index, lo, hi]
+        return self._rows[index]
 
     @property
     def sources(self) -> list[str]:
         """The names of the sources."""
         return [] if self._recipe is None else [source.name for source in self._recipe.sources]
 
-    def sources_of(self, index: int, lo: int, hi: int) -> np.ndarray:
+    def sources_of(self, index: int, rows: Sequence[int]) -> np.ndarray:
         """The number of the source of each of these rows."""
         assert self._recipe is not None
-        return self._recipe.sources_of([index], lo, hi)
+        return self._recipe.sources_of([index], rows)

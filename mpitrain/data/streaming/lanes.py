@@ -78,11 +78,11 @@ class Recipe:
         """Which source each row comes from."""
         return Mixture(self.weights, seed=self.seed, lanes=self.lanes, per_lane=self.per_lane)
 
-    def sources_of(self, numbers: Sequence[int], lo: int, hi: int) -> np.ndarray:
-        """The number of the source of each of the rows lo to hi of a batch in which each lane makes its rows with these `numbers`."""
-        mixture, lanes = self.mixture(), np.arange(lo, hi) // self.per_lane
-        found = np.stack([mixture.sources(number, lanes) for number in numbers])
-        return np.asarray(found[np.arange(lo, hi) % self.per_lane, np.arange(hi - lo)])
+    def sources_of(self, numbers: Sequence[int], rows: Sequence[int]) -> np.ndarray:
+        """The number of the source of each of some rows of a batch in which each lane makes its rows with these `numbers`."""
+        mixture, its = self.mixture(), np.asarray(rows, np.int64)
+        found = np.stack([mixture.sources(number, its // self.per_lane) for number in numbers])
+        return np.asarray(found[its % self.per_lane, np.arange(len(its))])
 
 
 class Lane(Protocol):

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from mpitrain.data.streaming.feed import CHUNK, DAMAGED
 from mpitrain.data.streaming.lanes import NUM_INTEGERS, Lane, OpenLanes, Recipe
-from mpitrain.data.streaming.packing import Row
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,29 @@ class Rows:
         return Rows(self.tokens[rows], self.segments[rows], self.is_whole)
 
 
+class LaneStates(NamedTuple):
+    """The states of some lanes. `lanes`: their numbers, in increasing order. `states`: int64 of shape (lanes, sources, 4)."""
+
+    lanes: list[int]
+    states: np.ndarray
+
+    @property
+    def num_damaged(self) -> int:
+        """The damaged documents so far."""
+        return int(self.states[..., DAMAGED].sum())
+
+    def pieces(self) -> list[tuple[int, np.ndarray]]:
+        """The number of the first of each group of neighbours, and the states of the group."""
+        gaps = np.flatnonzero(np.diff(self.lanes) != 1) + 1
+        begins = [0, *gaps.tolist()] if self.lanes else []
+        return [(self.lanes[begin], states) for begin, states in zip(begins, np.split(self.states, gaps), strict=False)]
+
+
 class Stream:
     """The stream of a run's rows, of which each rank makes its own.
 
     Row r of a batch belongs to lane r // (batch // lanes). The rows of a lane come in order: the lane also makes rows that other ranks
-    have, and rows that the run leaves out. A rank asks for the same rows of each batch.
+    have, and rows that the run leaves out. A rank asks for the same rows of each batch, in increasing order.
 
     `open_lanes`: opens the lanes of `recipe`, in this process or in others.
     """
@@ -42,30 +60,29 @@ class Stream:
         self._states[:, :, CHUNK] = np.arange(recipe.lanes)[:, None]  # lane n begins with chunk n
         self._opened: Mapping[int, Lane] = {}
 
-    def get(self, numbers: Sequence[int], lo: int, hi: int) -> Rows:
-        """Rows lo to hi of a batch in which each lane makes its rows with these `numbers`. A rank asks for batches in order.
+    def get(self, numbers: Sequence[int], rows: Sequence[int]) -> Rows:
+        """Rows of a batch in which each lane makes its rows with these `numbers`. A rank asks for batches in order.
 
         Raises:
             ValueError: rows that this rank has made already, or too many damaged documents.
             DamagedShardError, OSError: a shard cannot be read.
         """
         per_lane = self._recipe.per_lane
-        made = [self._row(row // per_lane, numbers[row % per_lane], lo, hi) for row in range(lo, hi)]
-        shape = (hi - lo, self._recipe.context + 1)
+        made = [self._lane_after(row // per_lane, numbers[row % per_lane], rows).next() for row in rows]
+        shape = (len(rows), self._recipe.context + 1)
         tokens = np.array([row.tokens for row in made], np.int32).reshape(shape)
         segments = np.array([row.segments for row in made], np.int32).reshape(shape)
         return Rows(tokens, segments, self._recipe.packing == "whole")
 
-    def state(self, num_rows: int, lo: int, hi: int) -> tuple[int, np.ndarray]:
-        """The states, after `num_rows` rows of each lane, of the lanes of which the last row of a batch is one of lo to hi.
+    def state(self, num_rows: int, rows: Sequence[int]) -> LaneStates:
+        """The states, after `num_rows` rows of each lane, of the lanes of which the last row of a batch is one of `rows`.
 
-        Returns the number of the first such lane, and the states: int64 of shape (lanes, sources, 4). The rows lo to hi are those that
-        this rank makes of each batch.
+        These are the rows that this rank makes of each batch.
         """
         per_lane = self._recipe.per_lane
-        own = range(-(-(lo + 1) // per_lane) - 1, hi // per_lane)
-        states = [self._lane_after(lane, num_rows, lo, hi).states() for lane in own]
-        return own.start, np.array(states, np.int64).reshape(-1, *self._states.shape[1:])
+        own = [row // per_lane for row in rows if row % per_lane == per_lane - 1]
+        states = [self._lane_after(lane, num_rows, rows).states() for lane in own]
+        return LaneStates(own, np.array(states, np.int64).reshape(-1, *self._states.shape[1:]))
 
     def load(self, num_rows: int, states: np.ndarray) -> None:
         """Go on after `num_rows` rows of each lane, with the states of all lanes. ValueError if they are of other lanes or sources."""
@@ -78,10 +95,10 @@ class Stream:
         self._first, self._states = num_rows, np.array(states, np.int64)
         self._opened = {}
 
-    def _lane_after(self, number: int, num_rows: int, lo: int, hi: int) -> Lane:
-        """A lane that has made so many rows. It is one of those that rows lo to hi belong to."""
+    def _lane_after(self, number: int, num_rows: int, rows: Sequence[int]) -> Lane:
+        """A lane that has made so many rows. It is one of those that `rows` belong to."""
         if not self._opened:
-            numbers = range(lo // self._recipe.per_lane, -(-hi // self._recipe.per_lane))
+            numbers = sorted({row // self._recipe.per_lane for row in rows})
             self._opened = self._open_lanes(numbers, self._first, self._states)
         lane = self._opened[number]
         if lane.num_rows > num_rows:
@@ -91,11 +108,3 @@ class Stream:
         while lane.num_rows < num_rows:
             lane.next()
         return lane
-
-    def _row(self, lane: int, number: int, lo: int, hi: int) -> Row:
-        return self._lane_after(lane, number, lo, hi).next()
-
-
-def num_damaged(states: np.ndarray) -> int:
-    """The damaged documents so far in lanes with these states."""
-    return int(states[..., DAMAGED].sum())

@@ -63,7 +63,7 @@ def layout_of(config: Config, num_ranks: int, machine: Machine) -> Layout:
         zero=parallel.stage if data > 1 else 0,
         schedule=parallel.schedule if parallel.pipeline > 1 else "1f1b",
         stages_per_rank=parallel.stages_per_rank or (2 if is_two or parallel.schedule == "interleaved" else 1),
-        micro=max(train.batch // (data * train.accumulate), 1),
+        micro=max(train.rows(data), 1),
         batch=train.batch,
         sequence=parallel.sequence and parallel.tensor > 1,
         recompute=parallel.checkpoint_activations,

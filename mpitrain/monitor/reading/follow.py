@@ -51,7 +51,7 @@ class Follower:
             if text:
                 self._offset += len(text)
                 self._tail = text[-_TAIL_BYTES:]
-            return News(decode(text), is_anew, len(block) == BLOCK_BYTES)
+            return News(decode(text).lines, is_anew, len(block) == BLOCK_BYTES)
 
     def _beginning(self, size: int) -> int:
         """Where to begin in a file of this size. The rest of a line there is no object, so `decode` leaves it out."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -10,11 +10,20 @@ Line = dict[str, Any]
 BLOCK_BYTES = 8 << 20
 """A block bounds the memory: the objects of its lines take about ten times its bytes, the arrays made of them much less."""
 
+
+class Block(NamedTuple):
+    """Lines of a file, in its order."""
+
+    lines: list[Line]
+    num_damaged: int
+    """Lines that were left out. The incomplete last line of a file, which is being written or was when its writer died, is none."""
+
+
 _DECODER = msgspec.json.Decoder()
 
 
-def read_blocks(path: Path) -> Iterator[list[Line]]:
-    """The lines of a file in blocks, in the order of the file. A missing file has none. Raises OSError."""
+def read_blocks(path: Path) -> Iterator[Block]:
+    """The lines of a file. A missing file has none. Raises OSError."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -29,16 +38,17 @@ def read_blocks(path: Path) -> Iterator[list[Line]]:
             yield decode(rest + whole)
             rest = torn
         if rest:
-            yield decode(rest)
+            yield Block(decode(rest).lines, 0)
 
 
-def decode(text: bytes) -> list[Line]:
+def decode(text: bytes) -> Block:
     """The objects of lines."""
     try:
         lines = _DECODER.decode_lines(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        lines = [_decode_one(line) for line in text.split(b"\n")]
-    return [line for line in lines if type(line) is dict and type(line.get("step")) is int]
+        lines = [_decode_one(line) for line in text.split(b"\n") if line]
+    found = [line for line in lines if type(line) is dict and type(line.get("step")) is int]
+    return Block(found, len(lines) - len(found))
 
 
 def _decode_one(line: bytes) -> Any:

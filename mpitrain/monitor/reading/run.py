@@ -20,7 +20,7 @@ import numpy as np
 
 from mpitrain.monitor.reading.lines import read_blocks
 from mpitrain.monitor.reading.tables import Array, Table, TableBuilder
-from mpitrain.monitor.reading.words import GRAVE
+from mpitrain.monitor.reading.words import GRAVE, counted
 from mpitrain.monitor.record.events import NAME as EVENTS
 from mpitrain.monitor.record.events import read_events
 
@@ -119,7 +119,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
         )
     notes: list[str] = []
     with _no_collections():
-        steps, layers, evaluations = _read_metrics(path / METRICS)
+        steps, layers, evaluations = _read_metrics(path / METRICS, notes)
         ranks, summaries, gauges, num_ranks = _read_ranks(path / RANKS)
     events = _read_events(path, steps)
     begun = next((event.fields.get("ranks") for event in reversed(events) if event.kind == "begin"), None)
@@ -159,10 +159,12 @@ def is_of_layers(name: str) -> bool:
     return name == "logit_entropy" or (bool(slash) and kind in LAYER_KINDS)
 
 
-def _read_metrics(path: Path) -> tuple[Table, Table, Table]:
+def _read_metrics(path: Path, notes: list[str]) -> tuple[Table, Table, Table]:
     """The figures of steps, of layers, and of evaluations. A run may have a thousand figures of layers in few steps: they are apart."""
     of_steps, of_layers, of_evaluations = TableBuilder(), TableBuilder(), TableBuilder()
-    for block in read_blocks(path):
+    num_damaged = 0
+    for block, damaged in read_blocks(path):
+        num_damaged += damaged
         evaluations = [line for line in block if "heldout_loss" in line]
         of_evaluations.add([line["step"] for line in evaluations], evaluations)
         steps = [line for line in block if "heldout_loss" not in line] if evaluations else block
@@ -173,6 +175,10 @@ def _read_metrics(path: Path) -> tuple[Table, Table, Table]:
         ]
         of_layers.add([step for step, _ in layers], [figures for _, figures in layers])
         of_steps.add([line["step"] for line in steps], steps)
+    if num_damaged:
+        notes.append(
+            f"{path.name} has {counted(num_damaged, 'damaged line')}, which {'is' if num_damaged == 1 else 'are'} left out"
+        )
     tables = [of_steps.table(), of_layers.table(), of_evaluations.table()]
     for table in tables:
         table.columns.pop("step", None)
@@ -189,7 +195,7 @@ def _read_ranks(path: Path) -> tuple[Table, Table, Table, int | None]:
     """The figures of all ranks, summaries, gauges, and the number of ranks at last."""
     builders = {name: TableBuilder(of_lists=True) for name in ("ranks", "summary", "gauges")}
     num_ranks = None
-    for block in read_blocks(path):
+    for block, _ in read_blocks(path):
         for name, builder in builders.items():
             lines = [line for line in block if isinstance(line.get(name), dict)]
             builder.add([line["step"] for line in lines], [line[name] for line in lines])
@@ -252,10 +258,15 @@ def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     except ValueError as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return {}
-    flat: dict[str, Any] = {}
+    return flat_settings(document)
+
+
+def flat_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a TOML document by their full names."""
+    found: dict[str, Any] = {}
     for name, value in document.items():
-        flat |= {f"{name}.{key}": its for key, its in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
+        found |= {f"{name}.{key}": its for key, its in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

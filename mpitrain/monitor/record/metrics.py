@@ -14,6 +14,9 @@ PARTS = {
 }
 """The parts of a step by their figures, in words. `step_s` is the sum of them and of a rest."""
 
+REPRODUCIBLE = ("loss", "grad_norm", "lr", "loss_scale", "padding", "skipped")
+"""Figures that settings and data alone decide. The others measure time or memory, but for `step`."""
+
 
 @dataclass(frozen=True)
 class StepMetrics:

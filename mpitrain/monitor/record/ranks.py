@@ -10,7 +10,8 @@ FIGURES = (
     "rows", "memory_bytes", "network_bytes",
 )  # fmt: skip
 """Of each rank in each step. Four are not in metrics.jsonl. `cpu_s`: the CPU time of the main thread. `delay_s`: the time in
-which it was ready to run and had no core. `rows`: the rank's sequences of the global batch. `network_bytes`: sent to other nodes."""
+which it was ready to run and had no core. `rows`: the rank's sequences of the global batch, with those that a round of slices repeats,
+because they take time. `network_bytes`: sent to other nodes."""
 _NUM_SECONDS = FIGURES.index("rows")
 
 GAUGES = (

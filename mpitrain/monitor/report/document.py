@@ -165,7 +165,7 @@ def _table(
 
 
 def _settings(runs: Sequence[RunRecord]) -> str:
-    rows = settings_of(runs)
+    rows = settings_of([run.settings for run in runs])
     if not rows:
         return ""
     if len(runs) == 1:

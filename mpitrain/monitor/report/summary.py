@@ -1,7 +1,7 @@
 """The figures of a run at one glance, and the settings with their differences. Pure."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,12 +70,12 @@ def _median(values: np.ndarray[Any, Any], form: str) -> str:
     return form.format(np.nanmedian(values)) if np.isfinite(values).any() else ""
 
 
-def settings_of(runs: Sequence[RunRecord]) -> list[tuple[str, list[str], bool]]:
-    """(name, the value in each run, whether the values differ) of each setting, in the order of the files."""
-    names = dict.fromkeys(name for run in runs for name in run.settings)
+def settings_of(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str], bool]]:
+    """(name, the value in each run, whether the values differ) of each setting, in the order of the files. `runs`: their settings."""
+    names = dict.fromkeys(name for run in runs for name in run)
     rows = []
     for name in names:
-        values = [_text(run.settings[name]) if name in run.settings else "" for run in runs]
+        values = [_text(run[name]) if name in run else "" for run in runs]
         rows.append((name, values, len(set(values)) > 1))
     return rows
 

@@ -29,8 +29,8 @@ class TrainedSteps:
         self._model, self._passes = make_model(config, axes, device)
         self._optimizer = make_optimizer(self._model, config.optim)
         self._stepper = Stepper(self._model, self._optimizer, config)
-        count = config.train.batch // data.size // config.train.accumulate
-        self._batches = _drawn(config.model.resolve(), config.train.accumulate, count, seed=data.rank)
+        num_micro, count = config.train.micro_batches(data.size), config.train.rows(data.size)
+        self._batches = _drawn(config.model.resolve(), num_micro, count, seed=data.rank)
         # As in the trainer: the mean over the targets of the data ranks.
         self.grad_norm = 0.0
         """Of the last step."""
@@ -42,9 +42,9 @@ class TrainedSteps:
         self._comm.mpi.Barrier()
         begun = perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
-        total = self._passes.train(self._batches, lambda loss: self._stepper.scale(loss * self._weight), self._clock)
+        losses = self._passes.train(self._batches, lambda loss: self._stepper.scale(loss * self._weight), self._clock)
         self.grad_norm = self._stepper.clip()
-        loss = self._comm.all_reduce(np.array([total])).item()
+        loss = self._comm.all_reduce(np.array([losses.sum()])).item()
         self._stepper.step(loss, self.grad_norm, number=round_ + 1)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     if num_ranks is None:
         raise ConfigError("memory: --np N, the number of ranks, is missing")
     batch = config.train.batch
-    if batch % (factor := num_ranks * config.train.accumulate):
+    if batch % (factor := config.train.slices or num_ranks * config.train.accumulate):
         # Only the default is rounded: a batch in the user's settings that does not fit is an error.
         config = parse(words, Config(train=TrainConfig(batch=-(-batch // factor) * factor)))
     prediction = predict(config, num_ranks, num_nodes)

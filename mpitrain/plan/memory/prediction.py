@@ -99,7 +99,10 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     in_place = storage != "gathered" and parallel.param_dtype == "float32" and not is_encoded
     adopted = takes_grads_over(config, num_data)
     # The mean gradient of a unit (with one rank: the gradient of a parameter) has separate memory until it is added to the shards'.
-    is_apart = not adopted and (config.train.accumulate > 1 or parallel.reduce_dtype != "float32")
+    # With slices the sum of the last slices becomes the mean.
+    is_apart = not (adopted or config.train.slices) and (
+        config.train.accumulate > 1 or parallel.reduce_dtype != "float32"
+    )
     num_means = NUM_MEANS[config.optim.name]
     is_checkpointed = parallel.checkpoint_activations != "none"
     heap_share = HEAP_SHARE_AGAIN if is_checkpointed else HEAP_SHARE
@@ -130,7 +133,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         full_bytes = sum(layout.numel for layout in part.layouts) * getattr(torch, parallel.param_dtype).itemsize
         num_beside = _num_beside(rank, parallel.tensor, num_data, group, on_node)
         lasting = {"resident": full_bytes // num_beside, "kept": full_bytes, "gathered": 0}[storage]
-        num_buffers = 0 if num_data == 1 else min(len(counts), 2)
+        num_buffers = 0 if num_data == 1 and not config.train.slices else min(len(counts), 2)
         return {
             "parameters": 0 if in_place else held,
             "gradients": step["gradients"] + is_apart * reduce_bytes * (max(counts) if num_data > 1 else part.longest),
@@ -181,7 +184,7 @@ class _Parts:
 
     def of(self, rank: TensorRank, number: int) -> _Part:
         """The part of a rank. `number`: its rank in the pipeline."""
-        stage = stage_rank(self._config.parallel, number, self._config.train.accumulate)
+        stage = stage_rank(self._config.parallel, number, self._config.train.micro_batches(self._num_data))
         if (rank, number) not in self._shapes:
             with torch.device("meta"):
                 model = build(self._config.model.resolve())

@@ -21,6 +21,7 @@ from mpitrain.plan.memory.stage_ranks import StageRank, run, take_stages
 from mpitrain.plan.memory.tensor_ranks import SharedActivations, TensorRank, cut
 from mpitrain.plan.memory.tracker import Tracker, total
 from mpitrain.sharding import checkpoint_activations
+from mpitrain.sharding.slices import Slices
 
 
 def units_of(model: LanguageModel) -> list[list[nn.Parameter]]:
@@ -31,8 +32,10 @@ def units_of(model: LanguageModel) -> list[list[nn.Parameter]]:
 
 
 def takes_grads_over(config: Config, num_data: int) -> bool:
-    """Whether the full gradients become the gradients of the shards without a copy: only with one data rank, in fp32."""
-    return num_data == 1 and config.parallel.param_dtype == config.parallel.reduce_dtype == "float32"
+    """Whether the full gradients become the gradients of the shards without a copy: only with one data rank, in fp32, without
+    slices."""
+    is_fp32 = config.parallel.param_dtype == config.parallel.reduce_dtype == "float32"
+    return num_data == 1 and is_fp32 and not config.train.slices
 
 
 class StepRank(NamedTuple):
@@ -53,17 +56,18 @@ def measure(config: Config, rank: StepRank) -> Counter[str]:
     """The peak of a step, or of an evaluation if it needs more: "activations", "gradients", "full parameters" if they are gathered,
     "heap". And the arrays of both for "shared activations", which stay."""
     shared = SharedActivations(rank.tensor)
-    micro_batch = config.train.batch // rank.num_data // config.train.accumulate
+    micro_batch = config.train.rows(rank.num_data)
     peak = _run(config, rank, shared, micro_batch, train=True)
     if config.train.eval_batches:
-        evaluated = _run(config, rank, shared, config.train.batch // rank.num_data, train=False)
+        rows = micro_batch if config.train.slices else config.train.batch // rank.num_data
+        evaluated = _run(config, rank, shared, rows, train=False)
         peak = max(peak, evaluated, key=total)
     peak["shared activations"] = shared.nbytes
     return peak
 
 
 def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *, train: bool) -> Counter[str]:
-    sizes, num_micro = config.model.resolve(), config.train.accumulate if train else 1
+    sizes, num_micro = config.model.resolve(), config.train.micro_batches(rank.num_data) if train else 1
     with FakeTensorMode():
         model = _fake_model(sizes, getattr(torch, config.parallel.param_dtype))
         tracker = Tracker()
@@ -79,7 +83,10 @@ def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *
             _gather(model, tracker, again=config.parallel.reshard_after_forward)
         if train:
             _reduce(model, tracker, config, rank)
-        if not train or (config.train.accumulate > 1 and not takes_grads_over(config, rank.num_data)):
+        if train and config.train.slices:
+            waiting = Slices(config.train.slices, rank.num_data, 0).num_waiting
+            tracker.add("gradients", sum(rank.held) * waiting)
+        elif not train or (num_micro > 1 and not takes_grads_over(config, rank.num_data)):
             tracker.add("gradients", sum(rank.held))  # until the next step begins
         with tracker, torch.set_grad_enabled(train):
             tokens = torch.empty(num_micro, rows, sizes.context + 1, dtype=torch.int64)
@@ -137,7 +144,7 @@ def _gather(model: LanguageModel, tracker: Tracker, *, again: bool) -> None:
 def _reduce(model: LanguageModel, tracker: Tracker, config: Config, rank: StepRank) -> None:
     """Free full gradients when they are reduced, and count the gradients of the shards from then on: see [Note: order] and
     [Note: gradient buffers] in sharding/step/reducer.py."""
-    is_first = config.train.accumulate == 1  # later micro-batches add to the gradients of the first
+    is_first = config.train.micro_batches(rank.num_data) == 1  # later micro-batches add to the gradients of the first
     reduced = [*reversed(rank.held[:-1]), rank.held[-1]]
     *blocks, root = units_of(model)
     order = [*reversed(blocks), root]
@@ -151,9 +158,9 @@ def _reduce(model: LanguageModel, tracker: Tracker, config: Config, rank: StepRa
             return
         tracker.is_of(param.grad, "gradients")
         missing[index] -= 1
-        if adopted or rank.stage is not None:  # a pipeline keeps full gradients until the end of the step
-            return
-        if index == at and rank.num_data > 1:
+        if adopted or (rank.stage is not None and not config.train.slices):
+            return  # a pipeline keeps full gradients until the end of the step
+        if index == at and (rank.num_data > 1 or config.train.slices):
             param.grad = None  # moved to a gradient buffer
         while at < len(order) and not missing[at] and config.parallel.stage != 1:
             if is_first:
@@ -161,6 +168,8 @@ def _reduce(model: LanguageModel, tracker: Tracker, config: Config, rank: StepRa
             for done in order[at]:
                 done.grad = None
             at += 1
+        if at == len(order):  # the next backward of a stage
+            at, missing[:] = 0, map(len, order)
 
     for index, unit in enumerate(order):
         for param in unit:

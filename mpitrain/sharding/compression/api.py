@@ -10,7 +10,7 @@ from mpitrain.sharding.compression.top_k import TopK
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import compression_of, diloco_of, params_by_shard, units_of
+from mpitrain.sharding.unit.registry import compression_of, diloco_of, params_by_shard, slices_of, units_of
 
 _WHERE = "compression needs whole matrices: call fully_shard with stage=0, or with copies (dp_replicate) and cut='parameters'"
 
@@ -42,6 +42,10 @@ def compress_gradients(model: nn.Module, hook: PowerSGD | TopK) -> None:
     with ranks.data_parallel.together():
         if compression_of(model) is not None:
             raise ValueError("compress_gradients: the model has a hook already; expected one call")
+        if slices_of(model) is not None:
+            raise ValueError(
+                "compress_gradients: the model has slices, whose gradients are added up exactly; expected one of the two"
+            )
         if diloco_of(model) is not None:
             raise ValueError(
                 "compress_gradients: the model's steps are local (DiLoCo), which send no gradients between copies; expected one of "

@@ -26,7 +26,7 @@ from mpitrain.sharding.local.outer import OuterParameters
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.swapping import swap_values
 from mpitrain.sharding.unit.flat import FlatParameters
-from mpitrain.sharding.unit.registry import compression_of, diloco_of, sharded_over, units_of
+from mpitrain.sharding.unit.registry import compression_of, diloco_of, sharded_over, slices_of, units_of
 
 _log = logging.getLogger("mpitrain")
 
@@ -55,7 +55,7 @@ class DiLoCo:
     Args:
         every: the number of inner steps between two outer steps (H of the papers).
         outer: "nesterov": SGD with Nesterov momentum. "mean": the mean of the copies, without `lr` and `momentum`.
-        lr, momentum: of the outer optimizer.
+        lr, momentum: of Nesterov's; None: 1.0 and 0.5.
         exact_steps: so many steps come first in which the gradients are averaged over all copies, as without this class. They count
             from the beginning of the training: a load goes on with the number in the checkpoint, and begins with 0 if it has none.
 
@@ -71,8 +71,8 @@ class DiLoCo:
         *,
         every: int,
         outer: Literal["nesterov", "mean"] = "nesterov",
-        lr: float = 1.0,
-        momentum: float = 0.5,
+        lr: float | None = None,
+        momentum: float | None = None,
         exact_steps: int = 0,
     ) -> None:
         ranks = sharded_over(model)
@@ -86,10 +86,16 @@ class DiLoCo:
                     "DiLoCo: compress_gradients averages this model's gradients over all copies in each step, so no step would be "
                     "local; expected one of the two"
                 )
+            if slices_of(model) is not None:
+                raise ValueError(
+                    "DiLoCo: the model has slices, which make the bits of all ranks' gradients the same; local steps have no such "
+                    "gradients; expected one of the two"
+                )
             if before is not None and before.is_apart:
                 raise ValueError(
                     "DiLoCo: the copies of this model differ, because its DiLoCo has taken local steps; call its outer_step() first"
                 )
+        lr, momentum = 1.0 if lr is None else lr, 0.5 if momentum is None else momentum
         settings = f"every {every}, outer {outer!r}, lr {lr}, momentum {momentum}, exact_steps {exact_steps}"
         check_alike(ranks.everyone, [settings], caller="DiLoCo", remedy="pass the same arguments on all ranks")
         self._ranks = ranks
@@ -291,11 +297,17 @@ def _check_arguments(every: Any, outer: Any, lr: Any, momentum: Any, exact_steps
         ("lr", lr, int | float),
         ("momentum", momentum, int | float),
     ):
+        if value is None and name in ("lr", "momentum"):
+            continue  # the default
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"DiLoCo: {name} is {value!r}; expected {'an int' if kind is int else 'a float'}")
     is_right = every >= 1 and exact_steps >= 0 and outer in ("nesterov", "mean")
-    if not (is_right and 0 < lr < math.inf and 0 <= momentum < 1):
+    if not (is_right and (lr is None or 0 < lr < math.inf) and (momentum is None or 0 <= momentum < 1)):
         raise ValueError(
             f"DiLoCo: every {every}, exact_steps {exact_steps}, outer {outer!r}, lr {lr}, momentum {momentum}; expected every "
             "from 1, exact_steps from 0, outer 'nesterov' or 'mean', a finite lr above 0, momentum from 0 and below 1"
+        )
+    if outer == "mean" and (lr is not None or momentum is not None):
+        raise ValueError(
+            f"DiLoCo: lr {lr}, momentum {momentum} with outer 'mean', which has neither; expected neither of them, or outer 'nesterov'"
         )

@@ -34,6 +34,7 @@ class Options:
     cut: Literal["rows", "parameters"]
     wire: Any  # the format between nodes after `__post_init__`
     wire_weights: Any  # the same
+    slices: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | Communicator | None):
@@ -66,6 +67,20 @@ class Options:
             raise ValueError(f"fully_shard: units is {self.units!r}; expected 'auto' or 'one'")
         for name in ("wire", "wire_weights"):
             object.__setattr__(self, name, network_format(getattr(self, name), f"fully_shard: {name}"))
+        if type(self.slices) is not int or self.slices < 0 or self.slices & (self.slices - 1):
+            raise ValueError(
+                f"fully_shard: slices is {self.slices!r}; expected a power of two, the number of slices of a global batch, or 0"
+            )
+        if self.stage == 0 and self.wire_weights != "fp32":
+            raise ValueError(
+                f"fully_shard: wire_weights is {self.wire_weights!r}; in stage 0 each rank has all parameters, and sends none; pass "
+                "wire_weights='fp32', or stage 1 to 3"
+            )
+        if self.slices and (self.wire, self.wire_weights) != ("fp32", "fp32"):
+            raise ValueError(
+                f"fully_shard: slices need sums that do not depend on the number of ranks, and wire={self.wire!r}, "
+                f"wire_weights={self.wire_weights!r} encode between nodes; expected fp32 for both, or slices=0"
+            )
         # A generator can be read only once.
         object.__setattr__(self, "ignored_params", _ignored(self.ignored_params))
         object.__setattr__(self, "device", _device(self.device))
@@ -185,6 +200,15 @@ def check_batch_norms(module: nn.Module) -> None:
                 f"fully_shard: {name or 'the module'} is a torch.nn.SyncBatchNorm, which finds the other ranks by torch.distributed "
                 "alone; call mpitrain.convert_sync_batchnorm(model) before fully_shard, which replaces it"
             )
+
+
+def check_slices(slices: int, ranks: DataParallelRanks) -> None:
+    """ValueError if there are fewer slices than ranks with different data."""
+    if 0 < slices < ranks.data_parallel.size:
+        raise ValueError(
+            f"fully_shard: slices is {slices}, and {ranks.data_parallel.size} ranks have different data, each of which trains whole "
+            "slices; expected at least as many slices as ranks"
+        )
 
 
 def check_parts(module: nn.Module, ranks: DataParallelRanks, mesh: Mesh | Communicator | None) -> None:

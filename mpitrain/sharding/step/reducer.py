@@ -63,7 +63,11 @@ class Reducer:
 
     def _take_order(self) -> None:
         self.order = [
-            (unit, gradients) for unit in reversed(self.units) for flat in unit.flats for gradients in flat.gradients
+            (unit, gradients)
+            for unit in reversed(self.units)
+            for flat in unit.flats
+            for gradients in flat.gradients
+            if not gradients.is_lent
         ]
         # Parameters whose gradients are not reduced, the same on all ranks.
         self.frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
@@ -89,6 +93,8 @@ class Reducer:
     @staticmethod
     def _kind(ranks: DataParallelRanks, gradients: Gradients) -> tuple[Communicator, torch.dtype]:
         """The ranks that read a gradient buffer, and its dtype."""
+        if gradients.sums is not None:
+            return ranks.data_parallel, gradients.reduce_dtype
         return ranks.shard if ranks.shard.size > 1 else ranks.replicate, gradients.reduce_dtype
 
     # From autograd's hook to the shards: `take`, `complete`, then `begin_reduction` and `end_reduction` in unit/gradients.py
@@ -186,9 +192,16 @@ class Reducer:
 
     def check_reduced(self, params: Iterable[torch.Tensor], doing: str) -> None:
         """RuntimeError if gradients of these shards still wait for their reduction, so that `doing` would miss them."""
-        if not self.waits:
+        incomplete = [(each, each.sums) for _, each in self.order if each.sums is not None and each.is_within_step]
+        if not self.waits and not incomplete:
             return
         asked = {id(param) for param in params}
+        for gradients, sums in incomplete:
+            if any(id(param.shard) in asked for param in gradients.params):
+                raise RuntimeError(
+                    f"{doing}: only {sums.num_done} of the {sums.num_rounds} rounds of a step had a backward; expected one for each of "
+                    "mpitrain.rounds(model) before it, or model.zero_grad() to begin the step again"
+                )
         for flat in (flat for unit in self.units for flat in unit.flats):
             if flat.has_full_grads and any(id(param.shard) in asked for param in flat.params):
                 raise RuntimeError(
@@ -197,11 +210,18 @@ class Reducer:
                 )
 
     def drop(self) -> None:
-        """Drop the full gradients of backwards under `no_sync`."""
+        """Drop the full gradients of backwards under `no_sync`, and the sums of a step with slices that has not ended."""
+        self.forget_rounds()
         for unit in self.units:
             for flat in unit.flats:
                 flat.drop_grads()
         self.waits = False
+
+    def forget_rounds(self) -> None:
+        """Begin a step with slices again."""
+        for _, gradients in self.order:
+            if gradients.sums is not None:
+                gradients.sums.forget()
 
     def give_up(self) -> None:
         """Wait for a reduction that began before an exception, and drop its result."""

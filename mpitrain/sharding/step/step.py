@@ -39,6 +39,8 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.backward import backward
+from mpitrain.parts import part_of
+from mpitrain.sharding.slices.buffers import SliceBuffers
 from mpitrain.sharding.step.arguments import cast, tensors_in
 from mpitrain.sharding.step.calls import Calls
 from mpitrain.sharding.step.fences import Fence
@@ -113,6 +115,9 @@ class TrainingStep:
             [param.shard for unit in self._lasting for param in unit.params],
         )
         self.reducer = Reducer(units)
+        slices = units[0].slices
+        in_stages = any(part.is_in_stages for part in map(part_of, self._shards) if part is not None)
+        self._slice_buffers = None if slices is None else SliceBuffers(root, slices, whole, in_stages=in_stages)
         self._num_watched = 0  # number of the reducer's gradients with hooks
         self._watch_gradients()
         _living.add(self)
@@ -159,7 +164,12 @@ class TrainingStep:
                 self.open()
             written = count_writes(self._shards) if is_root else None
             self._ran.add(unit)
+            slice_buffers = self._slice_buffers if is_root and with_grad else None
+            if slice_buffers is not None:
+                slice_buffers.begin_forward()
             output = self._run(unit, call, args, kwargs, is_watched=with_grad and unit in self.reducer.by_inputs)
+            if slice_buffers is not None:
+                slice_buffers.end_forward()
             unit.check_output(tensors_in(output))
             if with_grad and (is_root or not unit.lasts):
                 for tensor in tensors_in(output):
@@ -330,6 +340,8 @@ class TrainingStep:
             self.reducer.end(makes_graph=self._makes_graph)
             self._forget_unused()
             self.reducer.compress()
+            if self._slice_buffers is not None:
+                self._slice_buffers.end_round()
         self.close(is_compared=not self.ranks.has_replicas)
         for gradients in self.reducer.done:
             for param in gradients.params:
@@ -375,6 +387,12 @@ class TrainingStep:
         smallest = min((param for _, each in self.reducer.order for param in each.params), key=lambda p: p.full.numel())
         backward([smallest.full], [torch.zeros_like(smallest.full)])
 
+    def drop(self) -> None:
+        """Drop gradients that wait, and the rounds of a step with slices that has not ended."""
+        self.reducer.drop()
+        if self._slice_buffers is not None:
+            self._slice_buffers.forget()
+
     def settle(self) -> None:
         """Called before shards are returned to the user or written: see [Note: fence put off] in fences.py. Not collective."""
         self._fence.settle()
@@ -415,6 +433,9 @@ class TrainingStep:
     def reset(self) -> None:
         """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
         self._graph = Graph.NONE
+        self.reducer.forget_rounds()
+        if self._slice_buffers is not None:
+            self._slice_buffers.reset()
         for unit in self.units:
             self._calls[unit].forget()
             unit.reset()

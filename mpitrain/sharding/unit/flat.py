@@ -16,6 +16,7 @@ from collectives import Communicator
 from mpitrain.optim.spread import mark_spread
 from mpitrain.parts import mark_part, part_of
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.gradients import Gradients, where_shards_live
 from mpitrain.sharding.unit.layout import ShardBox, rows_of
 from mpitrain.sharding.unit.marks import mark_shard
@@ -40,9 +41,10 @@ class FlatParameters:
         device: torch.device,
         storage: Storage,
         offload: CPUOffloadPolicy | None = None,
+        slices: Slices | None = None,
     ) -> None:
         originals = [param for _, _, param in params]
-        self.ranks = ranks
+        self.ranks, self._slices = ranks, slices
         self.device = device
         self.dtype = originals[0].dtype
         is_trained = originals[0].requires_grad
@@ -76,8 +78,8 @@ class FlatParameters:
                 mark_part(shard, part)
                 mark_part(full, part)
             mark_spread(
-                shard, box.full_shape, copy=ranks.copy, everyone=ranks.everyone,
-                holders=ranks.holders, alike=ranks.all_holders, offset=box.offset,
+                shard, box.full_shape, name=name, copy=ranks.copy, everyone=ranks.everyone,
+                holders=ranks.holders, alike=ranks.all_holders, offset=box.offset, is_ordered=slices is not None,
             )  # fmt: skip
             self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
         # Each place of a module that shows a parameter. One flat list, because each forward and backward changes all of them.
@@ -90,7 +92,9 @@ class FlatParameters:
 
     def _gradients_of(self, indices: Sequence[int]) -> Gradients:
         params, layout = [self.params[index] for index in indices], self.layout.only(indices)
-        return Gradients(params, layout, self.ranks, self.device, self.dtype, self.reduce_dtype, self.offload)
+        return Gradients(
+            params, layout, self.ranks, self.device, self.dtype, self.reduce_dtype, self.offload, self._slices
+        )
 
     # What the modules see
 

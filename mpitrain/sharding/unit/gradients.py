@@ -14,6 +14,8 @@ import torch
 from collectives import Work
 from mpitrain.parts import add_gradients, part_of
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy
+from mpitrain.sharding.slices.rounds import Slices
+from mpitrain.sharding.slices.sums import SliceSums
 from mpitrain.sharding.unit.layout import Layout
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
@@ -45,12 +47,13 @@ class Gradients:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         offload: CPUOffloadPolicy | None,
+        slices: Slices | None = None,
     ) -> None:
         self.params, self.layout = params, layout
         self.device, self.dtype, self.reduce_dtype = device, dtype, reduce_dtype
         self.on_host = device.type == "cpu"
-        self.adopts = ranks.data_parallel.size == 1
-        """Whether the full gradients become the gradients of the shards without a reduction: with only one rank."""
+        self.adopts = ranks.data_parallel.size == 1 and slices is None
+        """Whether the full gradients become the gradients of the shards without a reduction: with only one rank, and without slices."""
         self.was_used = [False] * len(params)
         """For each parameter: whether this rank, and at the end of a backward any rank, had a gradient at the last reduction."""
         self.was_fresh = [False] * len(params)
@@ -62,6 +65,15 @@ class Gradients:
         self.ranks, self._offload = ranks, offload
         width = 2 if reduce_dtype.is_complex else 1
         self._counts = [count * width for count in layout.counts]  # how many real numbers each rank's part has
+        tied = {part.tied for param in params if (part := part_of(param.full)) is not None}
+        self.is_lent = slices is not None and any(comm is not None and comm.rank > 0 for comm in tied)
+        """Whether another stage of a pipeline adds these gradients up: see [Note: tied slices] in stages/tied.py."""
+        bounds = [bound * width for bound in layout.bounds]
+        real_dtype = reduce_dtype.to_real() if reduce_dtype.is_complex else reduce_dtype
+        self.sums = (
+            SliceSums(slices, ranks, bounds, real_dtype, device) if slices is not None and not self.is_lent else None
+        )
+        """The sums over the slices of a step; None without slices."""
         rank = ranks.shard.rank
         self._count, first = layout.counts[rank], layout.bounds[rank]
         self._begins = [layout.box(index, rank).start - first for index in range(len(params))]
@@ -77,6 +89,11 @@ class Gradients:
         self._left: list[torch.Tensor] = []  # of each parameter the gradient that compression averages
         self._over_copies = True  # it is over all copies of the model
         self._stream: torch.cuda.Stream | None = None  # for copies of gradients from the GPU to the host
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether some rounds of a step have been added up, but not all."""
+        return self.sums is not None and self.sums.num_done > 0
 
     @property
     def stays_full(self) -> bool:
@@ -108,7 +125,8 @@ class Gradients:
         """
         self._over_copies = over_copies
         for index, param in enumerate(self.params):
-            self.was_used[index] = index in self.placed or param.full.grad is not None
+            is_used = index in self.placed or param.full.grad is not None
+            self.was_used[index] = is_used or (self.is_within_step and self.was_used[index])
             self.was_fresh[index] = param.shard.grad is None
             if param.full.grad is not None:
                 self.place_grad(index, buffer)
@@ -120,6 +138,9 @@ class Gradients:
         add_gradients([(part, numbers(self._part(buffer, index))) for index, part in self._sums])
 
         grads = buffer[: self.layout.numel]
+        if self.sums is not None:
+            self._reduction = self.sums.begin(numbers(grads))
+            return
         shard, replicate = self.ranks.wired.shard, self.ranks.wired.replicate
         if shard.size == 1:
             # Reduce within the gradient buffer, where the other ranks can read the gradients.
@@ -143,6 +164,11 @@ class Gradients:
         with self._beside():
             self._reduction.wait()
             mean, self._mean, self._reduction = self._mean, None, None
+            if self.sums is not None:
+                if not self.sums.is_complete:
+                    return
+                mean = self.sums.take()
+                mean = torch.view_as_complex(mean.view(-1, 2)) if self.reduce_dtype.is_complex else mean
             assert mean is not None
             if self._stream is not None:
                 mean.record_stream(self._stream)
@@ -150,7 +176,7 @@ class Gradients:
                 pairs = zip(self.params, self._begins, strict=True)
                 self._left = [mean[begin : begin + param.box.numel].view(param.box.shape) for param, begin in pairs]
                 return
-            if self._over_copies and self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
+            if self.sums is None and self._over_copies and self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
                 self.ranks.wired.replicate.all_reduce(numbers(mean), "avg")
             fresh = self._of_shards(mean) if any(self.was_fresh) else mean
             for param, begin in zip(self.params, self._begins, strict=True):
@@ -162,8 +188,8 @@ class Gradients:
 
     def _of_shards(self, mean: torch.Tensor) -> torch.Tensor:
         """The result of a reduction in separate memory, with the dtype and on the device of the shards."""
-        is_own = self.ranks.shard.size > 1  # separate memory, not the gradient buffer
-        if is_own and self.reduce_dtype == self.dtype and self._offload is None:
+        is_own = self.ranks.shard.size > 1 or self.sums is not None  # separate memory, not the gradient buffer
+        if is_own and mean.dtype == self.dtype and self._offload is None:
             return mean
         there = where_shards_live(self._count, self.dtype, self.device, self._offload)
         return there.copy_(mean[: self._count], non_blocking=True)
@@ -195,6 +221,8 @@ class Gradients:
             self._reduction.wait()
             self._reduction = self._mean = None
         self._left = []
+        if self.sums is not None:
+            self.sums.forget()
 
     def adopt_grads(self) -> None:
         """Make the full gradients the gradients of the shards, without a reduction, if the shards are whole parameters.

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any, Literal, NamedTuple
 
+from mpitrain.parts import row_dim
+
 Cut = Literal["rows", "parameters"]
 """Where a flat buffer may be cut: between rows of parameters, or only between parameters."""
 
@@ -142,7 +144,7 @@ def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = 
 
 def _extent_after(shape: Sequence[int], end: int, *, at_row: bool = False) -> Extent:
     """The extent of a parameter that follows element `end`; `at_row`: it begins at a multiple of its own row."""
-    dim = next((d for d, length in enumerate(shape) if length > 1), 0)
+    dim = row_dim(shape)
     row = max(prod(shape[dim + 1 :]), 1)
     return Extent(tuple(shape), _next_multiple(end, lcm(ALIGN, row) if at_row else ALIGN), dim, row)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
@@ -67,6 +68,11 @@ def compression_of(model: nn.Module) -> "Compression | None":
 def diloco_of(model: nn.Module) -> Any:
     """The `DiLoCo` of a model with local steps; None without them."""
     return next((unit.diloco for unit in units_of(model) if unit.diloco is not None), None)
+
+
+def slices_of(model: nn.Module) -> Slices | None:
+    """The slices of a global batch of a model; None without them."""
+    return next((unit.slices for unit in units_of(model)), None)
 
 
 def sharded_over(model: nn.Module) -> DataParallelRanks | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
+from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
@@ -56,6 +57,7 @@ class Unit:
         reshard_after_forward: bool,
         prefetch_bytes: int | None = None,
         is_automatic: bool = False,
+        slices: Slices | None = None,
     ) -> None:
         self.name = ""
         """The module's path in the outermost module, and its class, for messages. It is set at the first forward."""
@@ -68,6 +70,7 @@ class Unit:
         self.reduces_early = stage != 1  # reduce as soon as the unit is complete, not at the end of the backward
         self.sync_gradients = True  # a backward reduces its gradients
         self.sync_copies = True  # ... over all copies of the model, and not within this one alone: see local/diloco.py
+        self.slices = slices  # of a global batch: each backward is a round
         self.promise: Promise | None = None
         self.compression: Compression | None = None  # of the whole model
         self.diloco: Any = None  # the DiLoCo of the whole model: local/diloco.py imports this module

@@ -14,7 +14,9 @@ class MicroBatch(NamedTuple):
     """Sequences of one forward: (B, L) int64 each, in host memory. Targets with -100 (`models.loss.IGNORED`) do not count.
 
     `segments`: the documents of the rows; None if attention goes over whole rows. `num_padding`: the tokens that only fill rows up.
-    `copy`: on a GPU, if it is on its way. `sources`: (B,), the number of each row's source of data; None if it is not known.
+    `copy`: on a GPU, if it is on its way. `sources`: (B,), the number of each row's source of data; None if it is not known. `slice`:
+    the number of the slice of the global batch that the sequences are; None without slices. `seed`: the numbers for `seed_all` before
+    the forward in training; None: the random generators go on.
     """
 
     tokens: torch.Tensor
@@ -23,6 +25,8 @@ class MicroBatch(NamedTuple):
     num_padding: int = 0
     copy: "_Copy | None" = None
     sources: np.ndarray | None = None
+    slice: int | None = None
+    seed: tuple[int, ...] | None = None
 
     @property
     def num_counted(self) -> int:
@@ -43,7 +47,7 @@ class MicroBatch(NamedTuple):
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
         """The same with other tensors."""
         segments = self.segments and self.segments.each(change)
-        return MicroBatch(change(self.tokens), change(self.targets), segments, self.num_padding, sources=self.sources)
+        return self._replace(tokens=change(self.tokens), targets=change(self.targets), segments=segments, copy=None)
 
 
 class _Copy(NamedTuple):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,30 +18,33 @@ from mpitrain.data.streaming.batches import DocumentBatches, HeldoutDocuments
 from mpitrain.data.streaming.feed import Tolerance
 from mpitrain.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.data.streaming.processes import Processes
-from mpitrain.data.streaming.stream import Rows, num_damaged
+from mpitrain.data.streaming.stream import LaneStates, Rows
 from mpitrain.data.tokenizers import BYTES, Bytes, Tokenizer
 from mpitrain.data.tokens import TokenFiles
 from mpitrain.models.loss import IGNORED
 from mpitrain.models.segments import Segments
+from mpitrain.sharding.slices import Slices
 from mpitrain.train.batches.micro_batch import Copies, MicroBatch
+from mpitrain.train.batches.parts import Part, parts_of, rows_of
 
 CPU = torch.device("cpu")
 
 
 class _Ahead(NamedTuple):
-    """A step that was read before it is asked for. `sample`: its first one. `states`: of the rank's lanes before it, if it has some."""
+    """A step that was read before it is asked for. `sample`: its first one. `states`: of the rank's lanes before it, of documents."""
 
     step: int = -1
     sample: int = -1
     batches: Sequence[MicroBatch] = ()
-    states: tuple[int, np.ndarray] | None = None
+    states: LaneStates | None = None
     error: Exception | None = None
 
 
 class RankBatches:
     """The micro-batches of this rank.
 
-    The rows of all ranks and micro-batches, in order, are the global batch.
+    The rows of all ranks and micro-batches, in order, are the global batch. With slices the ranks take turns: see sharding/slices. In a
+    round without a slice the micro-batch is an earlier one without targets that count.
 
     Args:
         config: the settings.
@@ -72,6 +74,8 @@ class RankBatches:
     ) -> None:
         train, context = config.train, config.model.resolve().context
         self._data, self._all, self._num_micro = data, all_ranks or data, train.accumulate
+        self._seed = train.seed
+        self._slices = Slices(train.slices, data.size, data.rank) if train.slices else None
         self._same = same if same is not None and same.size > 1 and isinstance(found, Documents) else None
         self._leads = same is None or same.rank == 0
         self._length = context + 1  # of a row
@@ -92,6 +96,7 @@ class RankBatches:
                 found.heldout, context=context, batch=train.batch, num_batches=train.eval_batches
             )
             return
+        self._check_lanes(found.lanes)
         share = config.data.heldout if found.heldout is None else 0.0
         weights = tuple(source.points for source in config.data.sources) or (((0, 1.0),),)
         recipe = Recipe(
@@ -130,36 +135,38 @@ class RankBatches:
 
     def prepare(self, step: int) -> None:
         """Read the micro-batches of a step before `of_step` asks for them, which also raises the error, if there is one. Collective."""
-        begin, end = self._rows(self.train.batch)
-        cuts = [(end - begin) * n // self._num_micro for n in range(self._num_micro + 1)]
-        states: tuple[int, np.ndarray] | None = None
+        its = self._parts(self.train, self._num_micro)
+        states: LaneStates | None = None
 
         def read() -> "np.ndarray | Rows":
             nonlocal states
             if isinstance(self.train, DocumentBatches):
-                states = self.train.states(step, begin, end)
-            return self.train.get(step, begin, end)
+                states = self.train.states(step, rows_of(its))
+            return self.train.get(step, rows_of(its))
 
         def parts(rows: "np.ndarray | Rows") -> list[MicroBatch]:
-            sources = _sources_of(self.train, step, begin, end)
-            batches = [self._micro_batch(rows[first:last], sources[first:last]) for first, last in pairwise(cuts)]
+            batches = self._micro_batches(rows, its, self.train, step)
             return batches if self._copies is None else [self._copies.begun(batch) for batch in batches]
 
-        batches, error = self._read(read, parts, end - begin)
+        batches, error = self._read(read, parts, len(rows_of(its)))
         self._ahead = _Ahead(step, self.train.next_sample(step), batches, states, error)
 
-    def of_evaluation(self, index: int) -> MicroBatch:
-        """The micro-batch of evaluation batch `index`, 0 to `heldout.num_batches - 1`. Collective as `of_step`."""
-        begin, end = self._rows(self.heldout.batch)
+    def of_evaluation(self, index: int) -> Sequence[MicroBatch]:
+        """The micro-batches of evaluation batch `index`, 0 to `heldout.num_batches - 1`: one, or one for each round of slices.
+
+        Collective as `of_step`.
+        """
+        its = self._parts(self.heldout, 1)
+        wanted = rows_of(its)
         batches, error = self._read(
-            lambda: self.heldout.get(index, begin, end),
-            lambda rows: [self._micro_batch(rows, _sources_of(self.heldout, index, begin, end))],
-            end - begin,
+            lambda: self.heldout.get(index, wanted),
+            lambda rows: self._micro_batches(rows, its, self.heldout, index),
+            len(wanted),
         )
         with self._all.together() if self._may_fail else nullcontext():
             if error is not None:
                 raise error
-        return batches[0]
+        return batches
 
     @property
     def sources(self) -> list[str]:
@@ -186,7 +193,7 @@ class RankBatches:
     def num_damaged(self) -> int:
         """The damaged documents before the step that was read last, in the lanes of this rank."""
         states = self._ahead.states
-        return 0 if states is None else num_damaged(states[1])
+        return 0 if states is None else states.num_damaged
 
     def check_damaged(self, num: int) -> None:
         """ValueError on all ranks if so many damaged documents, of all ranks, are too many. Collective then."""
@@ -204,9 +211,9 @@ class RankBatches:
             meta, tensors = self.train.described()
             kept: dict[str, Any] = {f"data/{name}": array for name, array in tensors.items()} | {"data/lanes": []}
             if self._leads:
-                first, lanes = before or self.train.states(step, *self._rows(self.train.batch))
-                if len(lanes):
-                    kept["data/lanes"] = ckpt.Shard(lanes, (self.train.lanes, *lanes.shape[1:]), (first, 0, 0))
+                own = before or self.train.states(step, rows_of(self._parts(self.train, self._num_micro)))
+                shape = (self.train.lanes, *own.states.shape[1:])
+                kept["data/lanes"] = [ckpt.Shard(states, shape, (first, 0, 0)) for first, states in own.pieces()]
         return meta, kept
 
     def room(self, meta: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -218,6 +225,7 @@ class RankBatches:
             )
         if not isinstance(self.train, DocumentBatches):
             return {}
+        self._check_lanes(meta["lanes"])
         return {f"data/{name}": np.empty(shape, kind) for name, (shape, kind) in self.train.shapes(meta).items()}
 
     def load(self, step: int, next_sample: int, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
@@ -277,9 +285,35 @@ class RankBatches:
         self._same.broadcast(there)
         return Rows(there[0], there[1], self.is_padded)
 
-    def _rows(self, batch: int) -> tuple[int, int]:
-        """The rows of a global batch that are this rank's: as many as each other rank's, or one more or less."""
-        return batch * self._data.rank // self._data.size, batch * (self._data.rank + 1) // self._data.size
+    def _check_lanes(self, num_lanes: int) -> None:
+        """ValueError if a lane has rows of several slices: each rank of them would read its documents."""
+        if self._slices is not None and num_lanes % self._slices.count:
+            raise ValueError(
+                f"train.slices: expected a divisor of the run's {num_lanes} lanes (data.lanes), so that each slice has lanes of "
+                f"its own, got {self._slices.count}; take {num_lanes & -num_lanes} at most, or start another run with --run"
+            )
+
+    def _parts(self, of: Batches | DocumentBatches | HeldoutBatches | HeldoutDocuments, num_micro: int) -> list[Part]:
+        return parts_of(of.batch, self._data, self._slices, num_micro=num_micro)
+
+    def _micro_batches(
+        self, rows: "np.ndarray | Rows", its: Sequence[Part], source: object, index: int
+    ) -> list[MicroBatch]:
+        """`rows`: `rows_of` the parts, of batch `index` of `source`."""
+        sources = _sources_of(source, index, rows_of(its))
+        made: list[MicroBatch] = []
+        first = 0
+        for part in its:
+            if not part.counts:
+                again = next(batch for batch in made if batch.slice == part.slice)
+                made.append(again._replace(targets=torch.full_like(again.targets, IGNORED), num_padding=0))
+                continue
+            last = first + part.end - part.begin
+            seed = None if part.slice is None else (self._seed, index, part.slice)
+            batch = self._micro_batch(rows[first:last], sources[first:last])
+            made.append(batch._replace(slice=part.slice, seed=seed))
+            first = last
+        return made
 
     def _micro_batch(self, rows: "np.ndarray | Rows", sources: np.ndarray) -> MicroBatch:
         array = rows if isinstance(rows, np.ndarray) else rows.tokens.astype(np.int64)
@@ -304,8 +338,8 @@ def _names_of(batches: object) -> list[str]:
     return batches.sources if isinstance(batches, DocumentBatches | HeldoutDocuments) else ["data"]
 
 
-def _sources_of(batches: object, index: int, begin: int, end: int) -> np.ndarray:
-    """The numbers of the sources of rows `begin` to `end` of a batch."""
+def _sources_of(batches: object, index: int, rows: Sequence[int]) -> np.ndarray:
+    """The numbers of the sources of these rows of a batch."""
     if isinstance(batches, DocumentBatches | HeldoutDocuments) and len(batches.sources) > 1:
-        return batches.sources_of(index, begin, end)
-    return np.zeros(end - begin, np.int64)
+        return batches.sources_of(index, rows)
+    return np.zeros(len(rows), np.int64)

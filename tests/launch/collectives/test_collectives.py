@@ -297,6 +297,7 @@ BAD_INPUT: list[tuple[list[str], str]] = [
     (["bench", "--rounds", "0"], "argument --rounds: '0'; expected a whole number of at least 1"),
     (["bench", "--json", "/not/there.json"], "No such file or directory: '/not/there.json'"),
     (["bench", "--codec", "--plot", "a.png"], "argument --plot: bench --codec draws no picture"),
+    (["bench", "--codec", "--wire", "int8"], "argument --wire: bench --codec measures all formats"),
     (["check", "--ranks", "2,x"], "argument --ranks: 'x'; expected a whole number"),
     (["dance"], "invalid choice: 'dance'"),
 ]

@@ -92,14 +92,14 @@ def plain_loop(
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (warm if step < 10 else cosine)
         optimizer.zero_grad()
-        loss = loss_of(batches.get(step, 0, BATCH))
+        loss = loss_of(batches.get(step, range(BATCH)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, clip_norm)
         optimizer.step()
         of_steps.append(loss.item())
         if step + 1 in (25, 50, STEPS):
             with torch.no_grad():
-                of_evaluations.append(sum(loss_of(heldout.get(i, 0, BATCH)).item() for i in range(2)) / 2)
+                of_evaluations.append(sum(loss_of(heldout.get(i, range(BATCH))).item() for i in range(2)) / 2)
     return of_steps, of_evaluations
 
 

@@ -13,6 +13,7 @@ from extent import extent
 from main_job import STEPS, heldout_losses, losses, metrics, train, trained
 
 import ckpt
+from mpitrain.monitor.diff.command import main as diff
 
 pytestmark = pytest.mark.timeout_s(300)
 
@@ -78,5 +79,6 @@ def test_compressed_gradients_go_on_with_the_same_bits(corpus: Path, tmp_path: P
     assert set(same[0]) == set(same[1])
     for name in same[0]:
         assert np.array_equal(same[0][name][...], same[1][name][...]), name
+    assert diff([str(straight), str(resumed), "--common"]) == 0, "the resumed run has no step 1 to 3"
     residual = same[0]["compression/residual/blocks.0.mlp.fc.weight"][...]
     assert residual.shape == (2, 128, 32) and residual.any()

@@ -262,7 +262,7 @@ def test_hosts_of_unequal_sizes_send_elements_as_they_are(comm: Communicator, ca
     x = values(comm, 5000)[comm.rank]
     y = x.copy()
     np.testing.assert_array_equal(small.all_reduce(x), ranks.all_reduce(y))
-    with pytest.raises(ValueError, match=r"'encoded' needs as many ranks on each node, not 1 to "):
+    with pytest.raises(ValueError, match=r"'encoded' needs the same number of ranks on each node; here 1 to "):
         small.all_reduce(x, algorithm="encoded")
     assert ranks.with_wire({"network": "auto"}).wire["network"] == "fp32"
     ranks.free()

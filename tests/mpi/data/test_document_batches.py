@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from two_sources import two_sources
 
 import ckpt
 from collectives import Communicator
@@ -23,16 +24,10 @@ STEPS = 6
 @pytest.fixture
 def settings(comm: Communicator, shared_tmp: Path) -> Config:
     """Two sources, with a split by the documents' keys."""
-    if comm.rank == 0:
-        for name in ("a", "b"):
-            lines = [json.dumps({"text": f"document {number} of {name}, " * (number % 7 + 1)}) for number in range(60)]
-            (shared_tmp / f"{name}.jsonl").write_text("\n".join(lines))
-        tables = [f'[[data.sources]]\nname = "{name}"\npath = ["{shared_tmp}/{name}.jsonl"]' for name in ("a", "b")]
-        (shared_tmp / "run.toml").write_text("\n".join(tables))
-    comm.barrier()
+    sources = two_sources(comm, shared_tmp)
     small = ["--model.context", "24", "--train.batch", "7", "--train.accumulate", "1", "--train.eval-batches", "2"]
     small += ["--data.processes", "0"]
-    return parse(["--config", str(shared_tmp / "run.toml"), "--train.elastic", "true", "--data.heldout", "0.2", *small])
+    return parse(["--config", str(sources), "--train.elastic", "true", "--data.heldout", "0.2", *small])
 
 
 def batches(config: Config, comm: Communicator) -> RankBatches:
@@ -68,7 +63,7 @@ def alone(config: Config, comm: Communicator) -> tuple[list[np.ndarray], list[np
     itself = comm.split(comm.rank)
     mine = batches(config, itself)
     train = [mine.of_step(step)[0].tokens.numpy() for step in range(STEPS)]
-    heldout = [mine.of_evaluation(index).tokens.numpy() for index in range(2)]
+    heldout = [mine.of_evaluation(index)[0].tokens.numpy() for index in range(2)]
     itself.free()
     return train, heldout
 
@@ -81,7 +76,7 @@ def test_ranks_share_the_batches_of_one_process(settings: Config, comm: Communic
         mine.prepare(step + 1)
         assert np.array_equal(whole(parts[0].tokens.numpy(), comm), train[step]), step
     for index in (0, 1, 0):
-        assert np.array_equal(whole(mine.of_evaluation(index).tokens.numpy(), comm), heldout[index])
+        assert np.array_equal(whole(mine.of_evaluation(index)[0].tokens.numpy(), comm), heldout[index])
     mine.close()
     text = b"".join(batch.astype(np.uint8).tobytes() for batch in train)
     assert b" of a" in text and b" of b" in text

@@ -16,7 +16,7 @@ from mpitrain.models import LanguageModel, build, decay_groups
 from mpitrain.models.loss import IGNORED
 from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.monitor.layers.figures import LayerFigures
-from mpitrain.optim.adamw import AdamW
+from mpitrain.optim.elementwise import AdamW
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.stepper import Stepper
@@ -85,7 +85,7 @@ def train(config: Config, comm: Communicator, *, every: int) -> Trained:
         if wanted:
             layers.after_backward(stepper.loss_scale)
         grad_norm = stepper.clip()
-        losses.append(total(loss)[0] / num)
+        losses.append(total(loss.sum().item())[0] / num)
         assert stepper.step(losses[-1], grad_norm, number=step)
         if wanted:
             figures.append(layers.end())

@@ -17,6 +17,7 @@ from mpitrain.models.loss import IGNORED
 from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.rank_batches import RankBatches
+from mpitrain.train.batches.totals import LossTotal
 from mpitrain.train.evaluation import Evaluator
 from mpitrain.train.model import make_model
 
@@ -72,23 +73,26 @@ def test_loss_by_source(comm: Communicator, table: Path) -> None:
     batches = RankBatches(config, found, mesh["dp_shard"], all_ranks=comm, same=mesh["pp", "tp"])
     alone = RankBatches(config, found, comm.split(comm.rank))
     model, passes = make_model(config, mesh, device)
-    losses = SourceLosses(model, batches.sources)
+    losses = SourceLosses(model, batches.sources, None)
     for step in range(3):
         of_step = batches.of_step(step)
         with losses.observing():
             loss = passes.train(of_step, lambda loss: loss, CLOCK)
         figures = losses.figures(total(*losses.sums(of_step)))
-        assert loss == passes.train(of_step, lambda loss: loss, CLOCK), "the same bits without an observer"
+        assert torch.equal(loss, passes.train(of_step, lambda loss: loss, CLOCK)), "the same bits without an observer"
         whole = [(batch.tokens, batch.targets) for batch in alone.of_step(step)]
         means = {f"loss/{name}": value for name, value in expected(config, whole).items() if not math.isnan(value)}
         assert figures == pytest.approx(means, rel=1e-5), (layout, step)
-    by_source = SourceLosses(model, batches.heldout_sources, figure="heldout_loss")
-    evaluator = Evaluator(config.train, batches, passes, by_source, total=total, is_alive=lambda: None, knows_text=True)
-    heldout = [alone.of_evaluation(index) for index in range(2)]
+    by_source = SourceLosses(model, batches.heldout_sources, None, figure="heldout_loss")
+    evaluator = Evaluator(
+        config.train, batches, passes, by_source, loss_total=LossTotal(None, mesh["pp", "tp"].size), total=total,
+        is_alive=lambda: None, knows_text=True,
+    )  # fmt: skip
+    heldout = [batch for index in range(2) for batch in alone.of_evaluation(index)]
     means = expected(config, [(batch.tokens, batch.targets) for batch in heldout])
     evaluated = evaluator.evaluate().metrics()
     assert {name: evaluated[f"heldout_loss/{name}"] for name in "ab"} == pytest.approx(means, rel=1e-5), layout
-    one = SourceLosses(model, ["data"])
+    one = SourceLosses(model, ["data"], None)
     with one.observing():
         passes.evaluate(of_step)
     assert one.sums(of_step) == [] and one.figures([]) == {}

@@ -22,7 +22,7 @@ from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig, LanguageModel, decay_groups, muon_groups
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
-from mpitrain.optim.sgd import SGD
+from mpitrain.optim.elementwise import SGD
 from mpitrain.optim.spread import spread_of
 from mpitrain.optim.whole_norms import WholeNorms
 from mpitrain.parts import part_of
@@ -90,16 +90,22 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
 def trained_alike(
     model: nn.Module, plain: nn.Module, make: Make
 ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """Train both, and compare them. Each step has one message more than one of SGD, and one for what two stages have."""
+    """Train both, and compare them. Each step has one message more than one of SGD, and one for what two stages have.
+
+    The first step has a check besides.
+    """
     mine, its = make(model), make(plain)
     usual = step(model, SGD(model.parameters(), lr=0.0), plain, 0)
-    over = {found.holders for param in model.parameters() if (found := spread_of(param)) is not None}
+    marks = [found for param in model.parameters() if (found := spread_of(param)) is not None]
+    over, compared = {found.holders for found in marks}, {found.alike for found in marks}
     over |= {
         part.tied for param in model.parameters() if (part := part_of(param)) is not None and part.tied is not None
     }
     for number in range(STEPS):
         more = step(model, mine, plain, number) - usual
         step(plain, its, plain, number)
+        of_checks = more.pop("all_gather_object", 0)
+        assert of_checks == (number == 0) * sum(comm.size > 1 for comm in compared)
         assert more.total() == more["all_reduce"] == sum(comm.size > 1 for comm in over)
     assert_same(model, plain)
     # A factor of both norms would cancel in a trust ratio.
@@ -264,3 +270,43 @@ def test_a_stage_that_trains_nothing(comm: Communicator, name: str, in_optimizer
                 assert mpitrain.grad_norms(model).keys() == trained
             optimizer.step()
     assert_same(model, plain)
+
+
+Pass = Callable[[list[nn.Parameter], bool], torch.optim.Optimizer]
+DIFFERENT: dict[str, tuple[Pass, str]] = {
+    "order": (
+        lambda params, odd: mpitrain.optim.LAMB([*params[1::-1], *params[2:]] if odd else params),
+        r"LAMB: the ranks differ: 0.weight of shape \(3, 3\) on rank 0, 1.weight of shape \(3, 3\) on rank 1; pass the same param",
+    ),
+    "number": (
+        lambda params, odd: mpitrain.optim.LARS(params[: 1 if odd else 2]),
+        r"LARS: the ranks differ: 1.weight of shape \(3, 3\) on rank 0, nothing more on rank 1",
+    ),
+    "a setting": (
+        lambda params, odd: mpitrain.optim.LAMB(params, lr=0.1 + odd, trust_clip=odd),
+        r"LAMB: the ranks differ: group 0 with betas .* trust_clip False, .* trust_clip True",
+    ),
+    "the dtype of Muon": (
+        lambda params, odd: mpitrain.optim.Muon(params, ns_dtype="bfloat16" if odd else "float32"),
+        r"Muon: the ranks differ: .*ns_dtype float32.* ns_dtype bfloat16",
+    ),
+    "what Muon updates": (
+        lambda params, odd: mpitrain.optim.Muon([{"params": params, "use_muon": odd}]),
+        r"Muon: the ranks differ: .*use_muon False .*use_muon True",
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ(comm: Communicator, what: str) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    for block in model[:2]:
+        mpitrain.fully_shard(block, comm)  # each is the parameter "weight", until the whole model is sharded
+    params = list(mpitrain.fully_shard(model, comm).parameters())
+    make, text = DIFFERENT[what]
+    optimizer = make(params, comm.rank == 1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=text):
+        optimizer.step()

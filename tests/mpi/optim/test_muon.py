@@ -136,6 +136,16 @@ def test_given_gradients_on_a_mesh(comm: Communicator) -> None:
         mesh.free()
 
 
+@pytest.mark.ranks(2)
+def test_a_gradient_that_one_rank_has_not(comm: Communicator) -> None:
+    model = mpitrain.fully_shard(nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3))), comm)
+    for number, param in enumerate(model.parameters()):
+        param.grad = None if (number, comm.rank) == (1, 1) else torch.ones_like(param)
+    text = "Muon: the ranks differ: a gradient of 1.weight on rank 0, a gradient of 2.weight on rank 1; a matrix needs a gradient on"
+    with pytest.raises(ValueError, match=text):
+        Muon(model.parameters()).step()
+
+
 def test_copies_that_train_apart_stay_apart(comm: Communicator) -> None:
     """With local steps each copy of stage 0 has its own gradients."""
     from mpitrain.optim.spread import mark_apart

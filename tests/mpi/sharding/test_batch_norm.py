@@ -164,6 +164,13 @@ def test_wrong_use(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=said):
         layer(torch.zeros(2, 4 if comm.rank == 0 else 3))  # on rank 0 alone
 
+    if comm.size > 1:
+        layer = mpitrain.convert_sync_batchnorm(nn.BatchNorm1d(3 + comm.rank), comm)
+        with pytest.raises(
+            ValueError, match=r"SyncBatchNorm: the ranks differ: a layer of 3 channels, .*, a layer of 4"
+        ):
+            layer(torch.zeros(2, 3 + comm.rank))
+
     class WithActivation(nn.BatchNorm1d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).relu()

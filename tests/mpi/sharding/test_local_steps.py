@@ -123,7 +123,8 @@ def bits(values: Any) -> list[bytes]:
 def test_steps_are_those_of_the_simulation(comm: Communicator, mesh: Mesh, way: str, outer: Any) -> None:
     model, plain = pair_of(small_model, comm, blocks=lambda m: [m[0]], mesh=mesh, **WAYS[way])
     optimizer = adam(model)
-    diloco = mpitrain.DiLoCo(model, every=EVERY, outer=outer, lr=0.7, momentum=0.9, exact_steps=EXACT)
+    settings = {"lr": 0.7, "momentum": 0.9} if outer == "nesterov" else {}
+    diloco = mpitrain.DiLoCo(model, every=EVERY, outer=outer, exact_steps=EXACT, **settings)
     ranks, simulated = sharded_over(model), Simulated(plain, diloco.num_copies, outer=outer)
     assert ranks is not None and diloco.num_copies == mesh.axes["dp_replicate"]
     for step in range(1, STEPS + 1):
@@ -356,6 +357,9 @@ def test_mistakes(comm: Communicator, mesh: Mesh, caplog: pytest.LogCaptureFixtu
         mpitrain.DiLoCo(model, every=0)
     with pytest.raises(ValueError, match=r"lr nan, .*expected .* a finite lr"):
         mpitrain.DiLoCo(model, every=2, lr=float("nan"))
+    for setting in ("lr", "momentum"):
+        with pytest.raises(ValueError, match=r"with outer 'mean', which has neither"):
+            mpitrain.DiLoCo(model, every=2, outer="mean", **{setting: 0.5})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"every is 2.5; expected an int"):
         mpitrain.DiLoCo(model, every=2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"every 2, .* on rank 0, every 3, .* on rank 1"):

@@ -84,7 +84,7 @@ def mask(trainer: Trainer) -> list[int]:
         return found
 
     batches.of_step = masked_step  # type: ignore[method-assign]
-    batches.of_evaluation = lambda index: masked(of_evaluation(index))  # type: ignore[method-assign]
+    batches.of_evaluation = lambda index: [masked(batch) for batch in of_evaluation(index)]  # type: ignore[method-assign]
     return counts
 
 
@@ -112,14 +112,14 @@ def plain_figures(trainer: Trainer) -> tuple[list[float], list[float], float]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         optimizer.zero_grad()
-        loss = F.cross_entropy(*logits_and_targets(micro(trainer.batches.train.get(step, 0, BATCH))))
+        loss = F.cross_entropy(*logits_and_targets(micro(trainer.batches.train.get(step, range(BATCH)))))
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(params, config.optim.clip_norm).item())
         optimizer.step()
         losses.append(loss.item())
     heldout = trainer.batches.heldout
     with torch.no_grad():
-        evaluated = [micro(heldout.get(index, 0, BATCH)) for index in range(heldout.num_batches)]
+        evaluated = [micro(heldout.get(index, range(BATCH))) for index in range(heldout.num_batches)]
         return losses, norms, F.cross_entropy(*logits_and_targets(*evaluated)).item()
 
 
@@ -169,7 +169,7 @@ def ignore_all(trainer: Trainer, steps: set[int]) -> None:
     trainer.batches.of_step = lambda step: [  # type: ignore[method-assign]
         ignored(batch) if step in steps else batch for batch in of_step(step)
     ]
-    trainer.batches.of_evaluation = lambda index: ignored(of_evaluation(index))  # type: ignore[method-assign]
+    trainer.batches.of_evaluation = lambda index: [ignored(batch) for batch in of_evaluation(index)]  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("args", [[], FP16], ids=["fp32", "fp16"])

@@ -46,6 +46,11 @@ def hosts(comm: Communicator) -> Iterator[Communicator]:
     made.free()
 
 
+def both(way: str, wire: str) -> dict[str, Any]:
+    """The formats of gradients and weights. Stage 0 sends no weights, and refuses a format for them."""
+    return {"wire": wire, "wire_weights": {"network": "fp32" if way == "stage 0" else wire}}
+
+
 def make(comm: Communicator, way: str = "stage 3", **more: Any) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -99,7 +104,7 @@ def assert_alike(comm: Communicator, values: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(("way", "wire"), [*zip(WAYS, FORMATS, strict=True)])
 def test_training_is_near_and_all_ranks_have_the_same_bits(hosts: Communicator, way: str, wire: str) -> None:
-    exact, encoded = make(hosts, way), make(hosts, way, wire=wire, wire_weights={"network": wire})
+    exact, encoded = make(hosts, way), make(hosts, way, **both(way, wire))
     of_exact, _ = train(exact, hosts, STEPS)
     before = network_bytes()
     of_encoded, _ = train(encoded, hosts, STEPS)
@@ -141,7 +146,7 @@ def test_on_one_node_nothing_changes(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(("way", "bad"), [("stage 0", float("nan")), ("stage 3", float("inf"))])
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(hosts: Communicator, way: str, bad: float) -> None:
-    model = make(hosts, way, wire="int8", wire_weights="int8")
+    model = make(hosts, way, **both(way, "int8"))
     train(model, hosts, 1)
     optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-2), mpitrain.GradScaler(model)
     before = [param.detach().clone() for param in model.parameters()]
@@ -240,6 +245,10 @@ def test_formats_on_one_node_are_told_to_have_no_effect(
     [
         ({"wire": "int4"}, "fully_shard: wire: network 'int4'; expected one of fp32, bf16, fp16, int8, fp8, auto"),
         ({"wire_weights": 8}, "fully_shard: wire_weights: 8; expected one of fp32"),
+        (
+            {"stage": 0, "wire_weights": "int8"},
+            "fully_shard: wire_weights is 'int8'; in stage 0 each rank has all parameters",
+        ),
         ({"wire": {"node": "int8"}}, "fully_shard: wire: node 'int8'; expected 'fp32'"),
         (
             {"wire": {"link": "int8"}},

@@ -102,7 +102,7 @@ def steps(pipe: Pipeline, model: nn.Module) -> list[float]:
     optimizer, losses = adamw(model), []
     for step in range(STEPS):
         tokens = batches(step)
-        losses.append(pipe.step(tokens, last=targets(tokens)).item())
+        losses.append(pipe.step(tokens, last=targets(tokens)).sum().item())
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -144,8 +144,8 @@ def test_documents_of_a_row_beside_the_plain_model(
     losses = [plain(rows, rows.roll(-1, 1), segments=of) for rows, of in zip(tokens, segments, strict=True)]
     total = torch.stack(losses).sum()
     total.backward()
-    assert pipe.step(given, last=targets(tokens)).item() == pytest.approx(total.item(), rel=1e-6)
-    assert pipe.evaluate(given, last=targets(tokens)).item() == pytest.approx(total.item(), rel=1e-6)
+    assert pipe.step(given, last=targets(tokens)).sum().item() == pytest.approx(total.item(), rel=1e-6)
+    assert pipe.evaluate(given, last=targets(tokens)).sum().item() == pytest.approx(total.item(), rel=1e-6)
     whole = dict(plain.named_parameters(remove_duplicate=False))
     for name, param in model.named_parameters():
         part, grad = part_of(param), whole[name].grad
@@ -275,7 +275,7 @@ def test_random_numbers_of_a_stage(comm: Communicator, sequence: bool) -> None:
         expected += loss.item()
 
     torch.manual_seed(5)
-    assert pipe.step(tokens, last=targets(tokens)).item() == pytest.approx(expected, rel=1e-6)
+    assert pipe.step(tokens, last=targets(tokens)).sum().item() == pytest.approx(expected, rel=1e-6)
     states = [whole_state.tobytes() for whole_state in mesh["tp"].all_gather_object(torch.get_rng_state().numpy())]
     assert states[0] == states[1]
     weights = dict(whole.named_parameters())
@@ -293,7 +293,7 @@ def test_evaluation_between_steps(comm: Communicator) -> None:
     even, odd = batches(0), [rows[:, :7] for rows in batches(1)[:3]]
     for run, tokens in ((pipe.step, even), (pipe.evaluate, even), (pipe.evaluate, odd), (pipe.step, even)):
         expected = sum(reference(rows, rows.roll(-1, 1)).item() for rows in tokens)
-        assert run(tokens, last=targets(tokens)).item() == pytest.approx(expected, rel=1e-6)
+        assert run(tokens, last=targets(tokens)).sum().item() == pytest.approx(expected, rel=1e-6)
     for rows in (even[0], odd[0]):
         torch.testing.assert_close(pipe.next_logits(rows), reference(rows)[:, -1:].detach(), rtol=0, atol=1e-5)
     mesh.free()

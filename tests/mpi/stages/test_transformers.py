@@ -64,7 +64,7 @@ def test_steps_beside_the_plain_model(comm: Communicator, name: str, more: dict[
                 loss = plain(**each, **more_of).loss
                 loss.backward()
                 expected += loss.item()
-            assert pipe.step(inputs, last=labels(inputs)).item() == pytest.approx(expected, rel=1e-6)
+            assert pipe.step(inputs, last=labels(inputs)).sum().item() == pytest.approx(expected, rel=1e-6)
             for key, param in model.named_parameters():
                 grad = whole[key].grad
                 if grad is not None and grad.abs().max() > 0:
@@ -115,7 +115,7 @@ def test_each_rank_makes_its_own_modules_alone(comm: Communicator, stage: int | 
     assert not any(param.is_meta for param in model.parameters())
     inputs = batches(0)
     expected = sum(plain(**each, **more_of).loss.item() for each, more_of in zip(inputs, labels(inputs), strict=True))
-    assert pipe.step(inputs, last=labels(inputs)).item() == pytest.approx(expected, rel=1e-6)
+    assert pipe.step(inputs, last=labels(inputs)).sum().item() == pytest.approx(expected, rel=1e-6)
     mesh.free()
 
 

@@ -14,6 +14,7 @@ from checkpoints import flip_bit, printed
 from thread_ranks import on_ranks
 
 import ckpt
+from ckpt.check import comparing
 from ckpt.cli import main
 
 
@@ -130,8 +131,8 @@ def test_diff_says_what_and_by_how_much(saved, capsys, tmp_path):
     other = save_rows(tmp_path / "step-2", changed, size=1, meta={"step": 2, "mesh": {"dp_shard": 1}})
     out = printed(capsys, "diff", saved, other, code=1)
     assert "only in A: opt/state/none\nonly in B: model/new\nmeta step: 1 -> 2\nmeta mesh.dp_shard: 2 -> 1\n" in out
-    assert ["model/w", "values", "4", "24", "1", "1", "0"] in rows(out)
-    assert ["model/b", "values", "1", "4", "0", "0", "1"] in rows(out)
+    assert ["model/w", "values", "4", "24", "[0,", "0]", "1", "1", "0"] in rows(out)
+    assert ["model/b", "values", "1", "4", "[1]", "0", "0", "1"] in rows(out)
     assert ["opt/state/count", "int64", "->", "float64,", "scalar", "->", "2"] in rows(out)
     assert out.endswith("3 of 3 tensors differ\n")
     found = json.loads(printed(capsys, "diff", saved, other, "--json", code=1))
@@ -146,6 +147,25 @@ def test_diff_says_what_and_by_how_much(saved, capsys, tmp_path):
     assert main(["diff", str(saved), str(other), "--only", "nothing"]) == 2
     assert "neither checkpoint has a tensor called 'nothing'" in capsys.readouterr().err
     assert main(["diff", str(saved), str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_first_element_that_differs_by_its_index(tmp_path, monkeypatch):
+    """In tensors of several slabs and pieces, with and without a tolerance, and between two dtypes."""
+    monkeypatch.setattr(comparing, "_SLAB_BYTES", 200)
+    monkeypatch.setattr(comparing, "_PIECE", 7)
+    shape, index = (3, 5, 11), (1, 3, 9)
+    before = np.arange(165, dtype="f4").reshape(shape)
+    after = before.copy()
+    after[2, 4, 10] += 1
+    after[index] += 0.5
+    a = save_rows(tmp_path / "a", {"x": before, "wide": before.astype("f8"), "same": before, "scalar": np.array(1)})
+    b = save_rows(
+        tmp_path / "b", {"x": after, "wide": after, "same": before.astype("f8"), "scalar": np.array(2)}, size=3
+    )
+    opened = ckpt.open(a), ckpt.open(b)
+    firsts = {each.name: (each.first, each.num_differing) for each in comparing.compare(*opened).tensors}
+    assert firsts == {"x": (index, 2), "wide": (index, 2), "same": (None, 0), "scalar": ((), 1)}
+    assert comparing.compare(*opened, only=["x"], atol=0.7).tensors[0].first == (2, 4, 10)
 
 
 def test_diff_shows_long_values_of_the_meta_where_they_differ(capsys, tmp_path):

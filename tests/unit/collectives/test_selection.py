@@ -94,7 +94,7 @@ def test_what_counts_nodes_wants_several_of_equal_size() -> None:
     assert why([2, 2]) is None
     assert why([4]) == "works across nodes, and all these ranks are on one"
     assert why([1, 1]) == "needs several ranks on each node, and there is one"
-    assert why([4, 2]) == "needs as many ranks on each node, not 2 to 4"
+    assert why([4, 2]) == "needs the same number of ranks on each node; here 2 to 4"
 
 
 def test_a_wire_format_encodes_what_it_makes_smaller() -> None:

@@ -44,7 +44,7 @@ def batches(
 
 def saved(of: DocumentBatches, step: int) -> tuple[int, dict[str, Any], dict[str, np.ndarray]]:
     meta, tensors = of.described()
-    return of.next_sample(step), meta, {**tensors, "lanes": of.states(step, 0, of.batch)[1]}
+    return of.next_sample(step), meta, {**tensors, "lanes": of.states(step, range(of.batch))[1]}
 
 
 def resumed(
@@ -57,7 +57,7 @@ def resumed(
 
 
 def rows(of: DocumentBatches, step: int) -> np.ndarray:
-    return of.get(step, 0, of.batch).tokens
+    return of.get(step, range(of.batch)).tokens
 
 
 def test_two_rewinds_to_one_state(folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_list_that_became_longer_changes_nothing_before_its_epoch(folder: Path
     (_, first_count), (from_epoch, count) = source["eras"]
     assert (first_count, count) == (2, 4)
     step, expected = num_steps, rows(short, num_steps)
-    while short.states(step + 1, 0, 6)[1][:, 0, 0].max() < from_epoch * first_count:  # each shard is a chunk
+    while short.states(step + 1, range(6))[1][:, 0, 0].max() < from_epoch * first_count:  # each shard is a chunk
         assert np.array_equal(rows(longer, step), expected), step
         step += 1
         expected = rows(short, step)

@@ -18,12 +18,13 @@ import pytest
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.chunks import ChunkSequence, Era
+from mpitrain.data.streaming.feed import DAMAGED
 from mpitrain.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.data.streaming.mixture import Mixture
 from mpitrain.data.streaming.packing import Packing
 from mpitrain.data.streaming.processes import Processes
 from mpitrain.data.streaming.sources import Source
-from mpitrain.data.streaming.stream import Stream, num_damaged
+from mpitrain.data.streaming.stream import Stream
 from mpitrain.data.tokenizers import Bytes
 
 SEED, BATCH, CONTEXT = 3, 12, 32
@@ -77,39 +78,50 @@ def mixed(folder: Path, packing: Packing = "cut", lanes: int = BATCH) -> Recipe:
     )
 
 
-def rows_of(rank: int, size: int) -> tuple[int, int]:
-    return BATCH * rank // size, BATCH * (rank + 1) // size
+def rows_of(rank: int, size: int, slices: int = 0) -> list[int]:
+    """Neighbours, or the rows of slices in turn."""
+    rows = np.arange(BATCH)
+    if slices:
+        return rows.reshape(slices, -1)[rank::size].reshape(-1).tolist()
+    return rows[BATCH * rank // size : BATCH * (rank + 1) // size].tolist()
 
 
 class Ranks:
-    """The streams of some ranks. `state`: of all lanes, from another number of ranks."""
+    """The streams of some ranks. `state`: of all lanes, from another number of ranks. `slices`: see `rows_of`."""
 
     def __init__(
-        self, folder: Path, size: int, packing: Packing, lanes: int, state: tuple[int, np.ndarray] | None = None
+        self,
+        folder: Path,
+        size: int,
+        packing: Packing,
+        lanes: int,
+        state: tuple[int, np.ndarray] | None = None,
+        slices: int = 0,
     ) -> None:
         self._per_lane = BATCH // lanes
         self._streams = [stream_of(mixed(folder, packing, lanes)) for _ in range(size)]
-        self._rows = [rows_of(rank, size) for rank in range(size)]
+        self._rows = [rows_of(rank, size, slices) for rank in range(size)]
         if state is not None:
             for stream in self._streams:
                 stream.load(*state)
 
     def batch(self, position: int) -> np.ndarray:
         """The global batch: (2, BATCH, CONTEXT + 1)."""
-        parts = [
-            stream.get([position * self._per_lane + n for n in range(self._per_lane)], *rows)
-            for stream, rows in zip(self._streams, self._rows, strict=True)
-        ]
-        return np.stack([np.concatenate([part.tokens for part in parts]), np.concatenate([p.segments for p in parts])])
+        whole = np.full((2, BATCH, CONTEXT + 1), -2)
+        for stream, rows in zip(self._streams, self._rows, strict=True):
+            part = stream.get([position * self._per_lane + n for n in range(self._per_lane)], rows)
+            whole[:, rows] = part.tokens, part.segments
+        return whole
 
     def state(self, position: int) -> tuple[int, np.ndarray]:
         parts = [
-            stream.state(position * self._per_lane, *rows)
+            piece
             for stream, rows in zip(self._streams, self._rows, strict=True)
+            for piece in stream.state(position * self._per_lane, rows).pieces()
         ]
-        begins = [first for first, states in parts if len(states)]
-        assert begins == [int(n) for n in np.cumsum([0, *(len(states) for _, states in parts if len(states))])[:-1]]
-        return position * self._per_lane, np.concatenate([states for _, states in parts])
+        ordered = sorted(parts, key=lambda piece: piece[0])
+        assert [first for first, _ in ordered] == np.cumsum([0, *(len(states) for _, states in ordered)])[:-1].tolist()
+        return position * self._per_lane, np.concatenate([states for _, states in ordered])
 
 
 @pytest.mark.parametrize("packing", ["cut", "whole"])
@@ -125,7 +137,7 @@ def test_batches_depend_on_the_step_alone(folder: Path, packing: Packing, lanes:
         assert all(np.array_equal(ranks.batch(step), expected[step]) for step in range(num_steps)), size
     state = None
     for step in range(num_steps):
-        ranks = Ranks(folder, 1 + step % 4, packing, lanes, state)
+        ranks = Ranks(folder, 1 + step % 4, packing, lanes, state, slices=step // 4 % 2 * 4)
         assert np.array_equal(ranks.batch(step), expected[step]), step
         state = ranks.state(step + 1)
     assert state is not None and state[1].nbytes <= 64 * lanes * 2
@@ -138,15 +150,15 @@ def test_processes_read_the_same_rows(folder: Path) -> None:
     try:
         for position in (0, 1, 2, 5, 6, 30, 31, 32, 33):
             numbers = range(3 * position, 3 * position + 3)
-            whole.get(numbers, 0, BATCH)
-            expected, got = here.get(numbers, 2, 7), there.get(numbers, 2, 7)
+            whole.get(numbers, range(BATCH))
+            expected, got = here.get(numbers, range(2, 7)), there.get(numbers, range(2, 7))
             assert np.array_equal(expected.tokens, got.tokens) and np.array_equal(expected.segments, got.segments)
             after = 3 * position + 3
-            for state, other in zip(here.state(after, 2, 7), there.state(after, 2, 7), strict=True):
+            for state, other in zip(here.state(after, range(2, 7)), there.state(after, range(2, 7)), strict=True):
                 assert np.array_equal(state, other)
             if position in (2, 31):
                 for stream in (here, there):
-                    stream.load(after, whole.state(after, 0, BATCH)[1])
+                    stream.load(after, whole.state(after, range(BATCH))[1])
     finally:
         processes.close()
 
@@ -161,18 +173,18 @@ def test_errors_of_processes_come_with_their_row(tmp_path: Path) -> None:
     try:
         there, position = Stream(recipe, processes.open_lanes(recipe)), 0
         while not said[0]:  # once an epoch
-            assert np.array_equal(here.get([position], 0, 1).tokens, there.get([position], 0, 1).tokens)
+            assert np.array_equal(here.get([position], range(1)).tokens, there.get([position], range(1)).tokens)
             position += 1
         for stream in (here, there):
             with pytest.raises(ValueError, match="2 damaged documents; expected 1 at most"):
-                stream.get([position + 1000], 0, 1)
+                stream.get([position + 1000], range(1))
         assert said[0] == said[1] and "a.jsonl, the line at byte" in said[0][0]
         there.load(0, np.zeros((1, 1, 4), np.int64))  # starts another process
-        there.get([0], 0, 1)
+        there.get([0], range(1))
         (process,) = processes.running()
         os.kill(process, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=f"the tokenizing process {process} of this rank ended with code -9"):
-            there.get([1000], 0, 1)
+            there.get([1000], range(1))
     finally:
         processes.close()
 
@@ -183,7 +195,7 @@ def test_the_next_shard_is_unpacked_ahead(tmp_path: Path) -> None:
         (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(line.encode()))
     cache = ShardCache(tmp_path / "cache")
     recipe = recipe_of(source_of(list_shards([f"{tmp_path}/*.gz"]), "a", 4096), cache=cache, context=8)
-    stream_of(recipe).get([0], 0, 1)
+    stream_of(recipe).get([0], range(1))
 
     def unpacked() -> int:
         return sum(not file.suffix for file in (tmp_path / "cache").rglob("*") if file.is_file())
@@ -210,7 +222,7 @@ def test_rows_are_the_documents_end_to_end(folder: Path) -> None:
     stream = stream_of(recipe_of(source_of(list_shards([f"{folder}/a-*.tar"]), "a", 3000)))
     text = bytearray()
     for position in range(400):
-        row = stream.get([position], 0, 1).tokens[0].astype(np.uint8).tobytes()
+        row = stream.get([position], range(1)).tokens[0].astype(np.uint8).tobytes()
         overlaps = bool(text) and text[-1] != 0
         assert not overlaps or row[0] == text[-1], "the last target is the next row's first token"
         text += row[overlaps:]
@@ -227,7 +239,7 @@ def test_whole_documents_stay_whole(folder: Path) -> None:
     found: Counter[bytes] = Counter()
     padding = total = 0
     while sum(found.values()) < 80:
-        rows = stream.get([total // length], 0, 1)
+        rows = stream.get([total // length], range(1))
         tokens, segments = rows.tokens[0], rows.segments[0]
         for segment in range(segments.max() + 1):
             found[tokens[segments == segment].astype(np.uint8).tobytes().removesuffix(b"\0")] += 1
@@ -314,15 +326,15 @@ def test_damaged_documents_are_passed_over_at_any_place(tmp_path: Path, packing:
 
     alone, again = stream(), stream()
     for position in range(400):
-        expected = alone.get([position], 0, 2)
-        got = again.get([position], 0, 2)
+        expected = alone.get([position], range(2))
+        got = again.get([position], range(2))
         assert np.array_equal(expected.tokens, got.tokens) and np.array_equal(expected.segments, got.segments)
-        _, states = again.state(position + 1, 0, 2)
+        _, states = again.state(position + 1, range(2))
         again = stream()
         again.load(position + 1, states)
     assert states[:, 0, 0].min() > 10, "the lanes go on"
-    assert np.array_equal(alone.state(400, 0, 2)[1], states)
-    assert num_damaged(states) > 12, "each counts in each epoch"
+    assert np.array_equal(alone.state(400, range(2))[1], states)
+    assert states[..., DAMAGED].sum() > 12, "each counts in each epoch"
     assert "a.jsonl, the line at byte 0" in said[0] or "a.jsonl, the line at byte" in said[0]
 
 
@@ -339,11 +351,11 @@ def test_too_many_damaged_documents_end_the_stream(tmp_path: Path) -> None:
         (10**9, r"data: 1000 damaged documents in a row; the last one: a.jsonl, the line at byte \d+: .*'text'"),
     ):
         with pytest.raises(ValueError, match=text):
-            stream(most).get([0], 0, 1)
+            stream(most).get([0], range(1))
 
 
 def test_text_that_is_not_utf8_is_damaged_in_every_kind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"all work \xff\xfe")
     stream = stream_of(recipe_of(source_of(list_shards([str(tmp_path / "a.txt")]), "a", 4096)))
     with pytest.raises(ValueError, match=r"a.txt: expected text in UTF-8"):
-        stream.get([0], 0, 1)
+        stream.get([0], range(1))

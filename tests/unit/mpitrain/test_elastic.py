@@ -151,7 +151,7 @@ def batches_of(size: int, batch: int, accumulate: int) -> list[list[MicroBatch]]
 
     def of_rank(comm: object) -> list[MicroBatch]:
         batches = RankBatches(config, CORPUS, comm)  # type: ignore[arg-type]
-        return [*batches.of_step(3), batches.of_evaluation(1)]
+        return [*batches.of_step(3), *batches.of_evaluation(1)]
 
     return on_ranks(size, of_rank)
 

@@ -72,7 +72,8 @@ def test_torn_lines_and_steps_that_were_done_again(tmp_path: Path, monkeypatch: 
     np.testing.assert_array_equal(run.ranks.columns["step_s"], [[1, 2, 3], [1, np.nan, np.nan], [np.nan] * 3])
     assert run.ranks.columns.keys() == {"step_s", "comm_s"} and run.num_ranks == 2
     assert [(event.kind, event.step) for event in run.events] == [("failure", None)]
-    assert len(run.notes) == 1 and "config.toml cannot be read" in run.notes[0]
+    assert run.notes[0] == "metrics.jsonl has 4 damaged lines, which are left out"  # the torn last line is none of them
+    assert len(run.notes) == 2 and "config.toml cannot be read" in run.notes[1]
 
 
 def test_an_old_run_and_one_without_a_step(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""`python -m mpitrain diff A B`: compares two runs, or two checkpoints, bit for bit."""

@@ -1,0 +1,88 @@
+"""The differences of two checkpoints that training has saved, and the checkpoints that two runs have."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ckpt.check.comparing import MetaDifference, TensorDifference
+from ckpt.check.comparing import compare as compare_all
+from ckpt.commands.terminal import shown_progress
+from ckpt.format.manifest import FILE_NAME
+from ckpt.reading.checkpoint import Checkpoint
+from mpitrain.monitor.diff.conditions import Condition, differing, of_checkpoint
+
+_OF_CONDITIONS = {"config", "num_ranks", "collectives", "wires", "lease", "lease_run"}
+"""Keys of the meta that tell of the conditions of a run. The others are a part of its state."""
+_GENERATORS = "random/states"
+"""A row for each rank, so the ranks and what they do decide the values."""
+
+
+class CheckpointDifference(NamedTuple):
+    """The comparison of two checkpoints."""
+
+    name: str
+    a: str
+    b: str
+    conditions: list[Condition]
+    tensors: list[TensorDifference]
+    """Those that differ, the model's first."""
+    only_a: list[str]
+    only_b: list[str]
+    meta: list[MetaDifference]
+    """Differences of the state that is no tensor, such as the position in the data."""
+    num_compared: int
+    left_out: str
+    """A tensor that is not compared, and why; or empty."""
+
+    @property
+    def num_seen(self) -> int:
+        """Tensors that one of them or both have, without `left_out`."""
+        return self.num_compared + len(self.only_a) + len(self.only_b)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.only_a or self.only_b or self.meta)
+
+
+def common_names(a: Path, b: Path) -> list[str]:
+    """The names of the checkpoints that both runs have, in the order of steps."""
+    folders = [run / "checkpoints" for run in (a, b)]
+    names = [{each.name for each in folder.glob("[!.]*") if each.is_dir()} for folder in folders]
+    # If one has lost its manifest, it is damaged, and no folder of something else.
+    found = [name for name in names[0] & names[1] if any((folder / name / FILE_NAME).exists() for folder in folders)]
+    return sorted(found, key=_natural)
+
+
+def compare(a: Checkpoint, b: Checkpoint, only: Sequence[str] | None) -> CheckpointDifference:
+    """Compare two checkpoints, in a few tens of MiB of memory. `only`: as in `ckpt.check.comparing`. CheckpointError for damage."""
+    conditions = differing(of_checkpoint(a.meta), of_checkpoint(b.meta))
+    with shown_progress(f"comparing {a.path.name}", a.nbytes) as progress:
+        found = compare_all(a, b, only=only, progress=progress)
+    tensors, num, left_out = found.tensors, found.num_compared, ""
+    if any(each.name == "ranks" or each.name.startswith("parallel.") for each in conditions) and any(
+        each.name == _GENERATORS for each in tensors
+    ):
+        tensors = [each for each in tensors if each.name != _GENERATORS]
+        left_out = f"{_GENERATORS}, the states of the ranks' generators, as ranks or layout differ"
+        num -= 1
+    return CheckpointDifference(
+        name=a.path.name,
+        a=str(a.path),
+        b=str(b.path),
+        conditions=conditions,
+        tensors=sorted(tensors, key=lambda each: _place(each.name)),
+        only_a=sorted(found.only_a, key=_place),
+        only_b=sorted(found.only_b, key=_place),
+        meta=[each for each in found.meta if re.split(r"[.\[]", each.key)[0] not in _OF_CONDITIONS],
+        num_compared=num,
+        left_out=left_out,
+    )
+
+
+def _place(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    return not name.startswith("model/"), _natural(name)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key of order in which blocks.2 comes before blocks.10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

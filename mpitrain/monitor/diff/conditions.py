@@ -1,0 +1,126 @@
+"""The conditions of runs, which are the settings and the hardware, and what a change of each can do to the numbers. Pure.
+
+docs/reproducibility.md gives the reason for each effect.
+"""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import StrEnum
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from mpitrain.monitor.reading.run import RunRecord, flat_settings
+from mpitrain.monitor.report.summary import settings_of
+
+
+class Effect(StrEnum):
+    """What a change of a condition can do."""
+
+    VALUES = "may change values"
+    BITS = "may change bits"
+    KEPT = "keeps bits, by train.slices"
+    NONE = "none"
+
+
+class Conditions(NamedTuple):
+    """The conditions of a run, by name."""
+
+    hardware: dict[str, Any]
+    settings: dict[str, Any]
+    """Empty if they are not known."""
+
+
+class Condition(NamedTuple):
+    """A condition that differs. A value is empty where it is unset or unknown."""
+
+    name: str
+    a: str
+    b: str
+    effect: Effect
+
+
+_SLICES = "train.slices"
+_OF_ORDER = {"train.accumulate", "train.elastic", _SLICES}
+"""Settings of training that change only the order of sums. Those of `parallel` do, but for the following ones."""
+_OF_VALUES = {
+    "parallel.param_dtype", "parallel.reduce_dtype", "parallel.wire", "parallel.wire_weights", "parallel.compress",
+    "parallel.compress_rank", "parallel.compress_share", "parallel.compress_feedback", "parallel.local_steps", "parallel.outer",
+    "parallel.outer_lr", "parallel.outer_momentum", "parallel.exact_steps",
+}  # fmt: skip
+_HARMLESS = {
+    "run", "resume", "parallel.bind", "data.processes", "data.cache", "data.cache_bytes", "train.min_ranks", "train.copy_every",
+    "train.check_every", "train.eval_every", "train.eval_only", "train.sample_bytes", "train.sample_prompt", "train.sample_temperature",
+}  # fmt: skip
+_SUMMED_IN_THE_TREE = {
+    "ranks", "hosts", "algorithms", "layout.pp", "layout.dp_replicate", "layout.dp_shard", "parallel.stage", "parallel.copies",
+    "parallel.storage", "parallel.pipeline", "parallel.schedule", "parallel.stages_per_rank", "parallel.reshard_after_forward",
+    "train.accumulate", "train.elastic",
+}  # fmt: skip
+"""With `train.slices` the sums over ranks have one order."""
+
+
+def effect_of(name: str, *, has_slices: bool) -> Effect:
+    """The effect of a change. has_slices: both runs have the same number of slices above 0."""
+    section = name.partition(".")[0]
+    if name in _HARMLESS or section in ("checkpoint", "log"):
+        return Effect.NONE
+    if has_slices and name in _SUMMED_IN_THE_TREE:
+        return Effect.KEPT
+    if name in _OF_VALUES or (section in ("model", "data", "optim", "train") and name not in _OF_ORDER):
+        return Effect.VALUES
+    return Effect.BITS
+
+
+def differing(a: Conditions, b: Conditions) -> list[Condition]:
+    """The conditions that differ, the harmless ones last. Settings that are known of one run alone are left out."""
+    slices = a.settings.get(_SLICES)
+    has_slices = bool(slices) and slices == b.settings.get(_SLICES)
+    rows = settings_of([a.hardware, b.hardware])
+    if a.settings and b.settings:
+        rows += settings_of([a.settings, b.settings])
+    found = [
+        Condition(name, values[0], values[1], effect_of(name, has_slices=has_slices))
+        for name, values, differs in rows
+        if differs
+    ]
+    return sorted(found, key=lambda each: each.effect is Effect.NONE)
+
+
+def of_run(run: RunRecord) -> Conditions:
+    """Of a run: what the events of its starts and resumes tell, and the settings."""
+    starts = [_of_start(event.fields) for event in run.events if event.kind == "begin"]
+    if not starts and run.num_ranks is not None:
+        starts = [{"ranks": run.num_ranks}]
+    hardware: dict[str, Any] = {}
+    for name in dict.fromkeys(name for start in starts for name in start):
+        values = [str(value) for value, _ in groupby(start.get(name, "unknown") for start in starts)]
+        hardware[name] = ", then ".join(values)
+    return Conditions(hardware, run.settings)
+
+
+def _of_start(event: Mapping[str, Any]) -> dict[str, Any]:
+    hosts, layout, environment = (event.get(name) for name in ("hosts", "layout", "environment"))
+    found = {name: event[name] for name in ("ranks", "threads", "device") if name in event}
+    if isinstance(hosts, list):
+        found["hosts"] = len(set(map(str, hosts)))
+    if isinstance(layout, dict):
+        found |= {f"layout.{name}": size for name, size in layout.items()}
+    return found | (environment if isinstance(environment, dict) else {})
+
+
+def of_checkpoint(meta: Mapping[str, Any]) -> Conditions:
+    """Of the run that saved a checkpoint: the settings, the number of ranks, and the table of algorithms. Empty for other programs."""
+    hardware: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    if isinstance(meta.get("num_ranks"), int):
+        hardware["ranks"] = meta["num_ranks"]
+    if isinstance(table := meta.get("collectives"), dict):  # what `auto` takes for each collective
+        digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+        hardware["algorithms"] = f"table {digest[:8]}"
+    if isinstance(text := meta.get("config"), str):
+        with suppress(tomllib.TOMLDecodeError):
+            settings = flat_settings(tomllib.loads(text))
+    return Conditions(hardware, settings)

@@ -1,0 +1,127 @@
+"""Models with slices: the same bits at any number of ranks. Rank 0 computes the expected bits by itself, with plain torch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import mpitrain
+from collectives import Communicator
+
+COUNT = 8  # slices
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(17, 33), nn.Linear(33, 17)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 17), Block(), Block(), nn.Linear(17, 3))
+    model.unused = nn.Parameter(torch.ones(3))  # type: ignore[assignment]
+    return model
+
+
+def _batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        yield torch.randn(COUNT, 4, 5, generator=generator), torch.randn(COUNT, 4, 3, generator=generator)
+
+
+def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x).float() - y).square().mean()
+    return loss
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+
+def _expected(*, bf16: bool = False) -> dict[str, torch.Tensor]:
+    """One process, with the additions of the tree written out."""
+    model = _model()
+    optimizer, params = _optimizer(model), list(model.parameters())
+    for x, y in _batches():
+        of_slices: list[list[torch.Tensor | None]] = []
+        for number in range(COUNT):
+            short = _model().bfloat16() if bf16 else model
+            if bf16:
+                short.load_state_dict(model.state_dict())
+            inputs = x[number].bfloat16() if bf16 else x[number]
+            grads = torch.autograd.grad(_loss(short, inputs, y[number]), list(short.parameters()), allow_unused=True)
+            of_slices.append([None if grad is None else grad.float() for grad in grads])
+        for param, *leaves in zip(params, *of_slices, strict=True):
+            nodes = [leaf for leaf in leaves if leaf is not None]
+            while len(nodes) > 1:
+                nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
+            param.grad = nodes[0] / COUNT if nodes else None
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def _train(model: nn.Module) -> None:
+    optimizer = _optimizer(model)
+    for x, y in _batches():
+        optimizer.zero_grad()
+        for number, _ in mpitrain.rounds(model):
+            _loss(model, x[number], y[number]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["stage 0", "stage 1", "stage 3", "private", "copies", "copies of stage 0", "bf16"])
+def test_parameters_have_the_bits_of_one_process(comm: Communicator, kind: str) -> None:
+    if "copies" in kind and comm.size % 2:
+        pytest.skip("copies need an even number of ranks")
+    model = _model()
+    mesh = mpitrain.mesh(comm, dp_replicate=2) if "copies" in kind else comm
+    stage = {"stage 0": 0, "copies of stage 0": 0, "stage 1": 1}.get(kind, 3)
+    policy = mpitrain.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16) if kind == "bf16" else None
+    storage = "private" if kind == "private" else "auto"
+    mpitrain.fully_shard(model, mesh, stage=stage, storage=storage, slices=COUNT, mp_policy=policy)  # type: ignore[arg-type]
+    _train(model)
+    found = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        for name, expected in _expected(bf16=kind == "bf16").items():
+            assert torch.equal(found[name], expected), name
+    assert model.unused.grad is None, "no slice has used it"
+
+
+def test_a_step_that_is_not_complete(comm: Communicator) -> None:
+    model = mpitrain.fully_shard(_model(), comm, slices=COUNT)
+    optimizer = _optimizer(model)
+    x, y = next(_batches())
+    first, *_ = mpitrain.rounds(model)
+    _loss(model, x[first.number], y[first.number]).backward()
+    if comm.size < COUNT:
+        with pytest.raises(RuntimeError, match=r"only 1 of the . rounds of a step had a backward"):
+            optimizer.step()
+    model.zero_grad()
+    _train(model)
+    found = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        assert all(torch.equal(found[name], expected) for name, expected in _expected().items()), "begun again"
+    with pytest.raises(ValueError, match="added up slice by slice"), model.no_sync():
+        pass
+
+
+def test_arguments(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="expected a power of two"):
+        mpitrain.fully_shard(_model(), comm, slices=3)
+    with pytest.raises(ValueError, match="encode between nodes"):
+        mpitrain.fully_shard(_model(), comm, slices=4, wire="int8")
+    if comm.size > 2:
+        with pytest.raises(ValueError, match=f"slices is 2, and {comm.size} ranks have different data"):
+            mpitrain.fully_shard(_model(), comm, slices=2)
+    with pytest.raises(ValueError, match="the model has no slices"):
+        mpitrain.rounds(mpitrain.fully_shard(_model(), comm))
+    model = mpitrain.fully_shard(_model(), comm, stage=0, slices=COUNT)
+    with pytest.raises(ValueError, match="has slices"):
+        mpitrain.compress_gradients(model, mpitrain.power_sgd())
+    with pytest.raises(ValueError, match="has slices"):
+        mpitrain.DiLoCo(model, every=2)

@@ -1,0 +1,188 @@
+"""A model in stages with slices has the bits of one process without a pipeline. Rank 0 computes them by itself, with plain torch."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+import mpitrain
+from collectives import Communicator
+from mpitrain.axes import group_of
+from mpitrain.models import GPT, GPTConfig, LanguageModel
+from mpitrain.models.llama import Llama
+from mpitrain.models.sizes import LlamaConfig
+from mpitrain.stages import pipeline
+from tests.helpers.checkpoints import tensors
+from tests.helpers.main_job import outcome
+from tests.helpers.small_trainers import maker
+
+COUNT, STEPS = 8, 4
+# The head's product is large enough for the other library of products.py, whose bits differ from those of torch's own layers.
+SIZES = {"vocab": 8192, "context": 16, "width": 64, "layers": 3, "heads": 2}
+
+
+def gpt() -> LanguageModel:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**SIZES, tied=False))
+
+
+def tied_gpt() -> LanguageModel:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**SIZES, tied=True))
+
+
+def llama() -> LanguageModel:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(**SIZES, tied=False))
+
+
+def tied_llama() -> LanguageModel:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(**SIZES, tied=True))
+
+
+def batches() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        yield torch.randint(0, SIZES["vocab"], (COUNT, 2, SIZES["context"]), generator=generator)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+
+def expected(model: LanguageModel, *, bf16: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of all slices of all steps, and the parameters after them."""
+    optimizer, params, losses = sgd(model), list(model.parameters()), []
+    for tokens in batches():
+        of_slices = []
+        for rows in tokens:
+            values = {name: param.detach().bfloat16() if bf16 else param for name, param in model.named_parameters()}
+            of_model = {name: value.requires_grad_() for name, value in values.items()}
+            loss = torch.func.functional_call(model, of_model, (rows, rows.roll(-1, 1)))
+            of_slices.append([grad.float() for grad in torch.autograd.grad(loss, list(of_model.values()))])
+            losses.append(loss.item())
+        for param, *nodes in zip(params, *of_slices, strict=True):
+            while len(nodes) > 1:
+                nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
+            param.grad = nodes[0] / COUNT
+        optimizer.step()
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_running_statistics(comm: Communicator, schedule: str) -> None:
+    """Forwards of several rounds wait for their backward."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(**{**SIZES, "vocab": 64}, tied=False))  # a short head, so that each stage has blocks
+        for block in model.blocks.children():
+            block.norm = nn.BatchNorm1d(SIZES["width"])
+            # Between stages activations are contiguous. Other strides could take other kernels.
+            block.register_forward_hook(lambda block, x, out: block.norm(out.flatten(0, 1)).view(out.shape))
+        return model
+
+    alone = mpitrain.fully_shard(made(), group_of(comm, 1), slices=COUNT)
+    model, mesh = made(), mpitrain.mesh(comm, pp=2)
+    pipe = pipeline(model, mesh["pp"], schedule, micro_batches=COUNT // mesh["dp_shard"].size)
+    mpitrain.fully_shard(model, mesh, slices=COUNT)
+    optimizer, optimizer_alone = sgd(model), sgd(alone)
+    for tokens in (each % 64 for each in batches()):
+        optimizer.zero_grad()
+        mine = [tokens[number] for number, _ in mpitrain.rounds(model)]
+        pipe.step(mine, last=[{"targets_BL": rows.roll(-1, 1)} for rows in mine])
+        optimizer.step()
+        optimizer_alone.zero_grad()
+        for number, _ in mpitrain.rounds(alone):
+            alone(tokens[number], tokens[number].roll(-1, 1)).backward()
+        optimizer_alone.step()
+    expected = dict(alone.named_buffers())
+    of_stage = {name: buffer for name, buffer in model.named_buffers() if name in expected and not buffer.is_meta}
+    trained = [name for name, buffer in of_stage.items() if name.endswith("num_batches_tracked") and buffer == STEPS]
+    assert trained, "of this stage"
+    for name in trained:
+        layer = name.removesuffix("num_batches_tracked")
+        for each in ("running_mean", "running_var"):
+            assert torch.equal(of_stage[layer + each], expected[layer + each]), layer + each
+    mesh.free()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    ("make", "schedule", "stage", "storage", "bf16"),
+    [
+        (gpt, "1f1b", 1, "resident", False),
+        (llama, "gpipe", 3, "private", False),
+        (tied_gpt, "1f1b", 3, "resident", False),
+        (tied_llama, "gpipe", 0, "auto", False),
+        (tied_llama, "1f1b", 3, "private", True),
+    ],
+)
+def test_bits_of_one_process(
+    comm: Communicator, make: Callable[[], LanguageModel], schedule: str, stage: int, storage: str, bf16: bool
+) -> None:
+    model, mesh = make(), mpitrain.mesh(comm, pp=2)
+    data = mesh["dp_shard"]
+    pipe = pipeline(model, mesh["pp"], schedule, micro_batches=COUNT // data.size)
+    policy = mpitrain.MixedPrecisionPolicy(torch.bfloat16) if bf16 else None
+    for module in (*model.blocks.children(), model):
+        mpitrain.fully_shard(module, mesh, stage=stage, storage=storage, slices=COUNT, mp_policy=policy)  # type: ignore[arg-type]
+    optimizer, losses = sgd(model), torch.zeros(STEPS, COUNT, dtype=torch.float64)
+    for step, tokens in enumerate(batches()):
+        mine = [number for number, _ in mpitrain.rounds(model)]
+        optimizer.zero_grad()
+        losses[step, mine] = pipe.step(
+            [tokens[number] for number in mine],
+            last=[{"targets_BL": tokens[number].roll(-1, 1)} for number in mine],
+        )
+        optimizer.step()
+    data.all_reduce(losses)
+    found = mpitrain.full_state_dict(model)
+    mesh.free()
+    if comm.rank == 0:
+        of_one, params = expected(make(), bf16=bf16)
+        assert losses.flatten().tolist() == of_one
+        for name, value in params.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_run_of_the_main_job(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tied head, clipping, and evaluations."""
+    settings = {"model.layers": 2, "train.slices": 4, "train.eval-batches": 2, "train.eval-every": 2}
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    alone, found = comm.split(comm.rank), []
+    for name, ranks, stages in (("stages", comm, "2"), ("alone", alone, "1"))[: 1 if comm.rank else 2]:
+        folder = shared_tmp / name
+        folder.mkdir(exist_ok=True)
+        maker(ranks, folder, monkeypatch)("run", 4, *words, "--parallel.pipeline", stages).fit()
+        saved = tensors(ckpt.latest(folder / "run" / "checkpoints"))
+        of_training = {key: value for key, value in saved.items() if not key.startswith("random/")}
+        found.append((outcome(folder / "run"), of_training))
+    assert len(found[0][0]) == 6
+    assert found[0] == found[-1]
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_fit(comm: Communicator) -> None:
+    for schedule, micro_batches, message in (
+        (
+            "zb-h1",
+            COUNT,
+            "zb-h1: with slices each rank must compute whole backwards of one stage, .*; expected gpipe or 1f1b",
+        ),
+        ("1f1b", 4, "expected a pipeline of 8 micro-batches, one for each .* with 8 slices and 1 data ranks, got 4"),
+    ):
+        mesh, model = mpitrain.mesh(comm, pp=2), gpt()
+        pipe = pipeline(model, mesh["pp"], schedule, micro_batches=micro_batches)
+        mpitrain.fully_shard(model, mesh, slices=COUNT)
+        tokens = list(next(batches()))[:micro_batches]
+        with pytest.raises(ValueError, match=message):
+            pipe.step(tokens, last=[{"targets_BL": rows} for rows in tokens])
+        mesh.free()
