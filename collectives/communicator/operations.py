@@ -22,8 +22,7 @@ from collectives.progress.work import Ended, Work
 from collectives.selection.selector import WITHIN_NODE
 from collectives.transports.node.posted import Post
 from collectives.transports.node.shared import Shared
-from collectives.transports.transport import Counts
-from collectives.transports.transport import parts as consecutive
+from collectives.transports.transport import Counts, parts
 
 
 class Collectives:
@@ -176,7 +175,7 @@ class Collectives:
                 return dst and dst.result()
             with dispatch.begin(call) as entry:
                 if dst is not None and not in_place:
-                    dst.flat[slice(*consecutive(lengths)[root])] = src.flat
+                    dst.flat[slice(*parts(lengths)[root])] = src.flat
                 dispatch.transports.of(entry.algorithm).gather(None if dst is None else dst.flat, src.flat, root)
             return dst and dst.result()
 
@@ -194,7 +193,7 @@ class Collectives:
                 return dst.result()
             with dispatch.begin(call) as entry:
                 if src is not None and not in_place:
-                    dst.flat[...] = src.flat[slice(*consecutive(lengths)[root])]
+                    dst.flat[...] = src.flat[slice(*parts(lengths)[root])]
                 dispatch.transports.of(entry.algorithm).scatter(dst.flat, None if src is None else src.flat, root)
             return dst.result()
 
@@ -245,8 +244,8 @@ class Collectives:
             return Ended(None)
         call = Call("all_to_all", (src,), "auto", sizes_differ=True)
 
-        def use(parts: Sequence[np.ndarray]) -> None:
-            reduce([like(part, kind) for part in parts])
+        def use(of_ranks: Sequence[np.ndarray]) -> None:
+            reduce([like(part, kind) for part in of_ranks])
 
         def carry_out(dispatch: Dispatch) -> None:
             with dispatch.begin(call) as entry:
@@ -255,7 +254,7 @@ class Collectives:
                     sent = np.concatenate([src.flat[slice(*part)] for part in bounds])
                     received = np.empty(sum(counts.recv), sent.dtype)
                     dispatch.transports.of(entry.algorithm).all_to_all(received, sent, counts)
-                    use([received[slice(*part)] for part in consecutive(counts.recv)])
+                    use([received[slice(*part)] for part in parts(counts.recv)])
 
         def post(shared: Shared) -> Post:
             return shared.post_parts(src.flat, bounds[self.rank], use)

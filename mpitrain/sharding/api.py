@@ -153,7 +153,7 @@ def fully_shard(
             its = policy.of_kept()
         kinds = _by_kind(part, names[id(part)], options.ignored, ranks.wired)
         unit = Unit(
-            ranks, [_flat(params, ranks, its, options, num_group) for params in kinds], its,
+            ranks, [_flat(params, ranks, its, options, num_group, slices_of_step) for params in kinds], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
             slices=slices_of_step,
         )  # fmt: skip
@@ -207,7 +207,12 @@ def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _flat(
-    params: NamedParams, ranks: DataParallelRanks, policy: MixedPrecisionPolicy, options: Options, num_group: int | None
+    params: NamedParams,
+    ranks: DataParallelRanks,
+    policy: MixedPrecisionPolicy,
+    options: Options,
+    num_group: int | None,
+    slices: Slices | None,
 ) -> FlatParameters:
     """Put `params` into one flat buffer. Collective."""
     original = params[0][2]
@@ -223,7 +228,6 @@ def _flat(
         keep_freed_memory()
     shapes = [tuple(param.shape) for _, _, param in params]
     storage = _storage(shapes, policy.dtypes_of(original.dtype)[0], device, ranks, options, num_group)
-    slices = Slices.of(options.slices, ranks) if options.slices else None
     return FlatParameters(params, ranks, policy, device, storage, options.offload_policy, slices)
 
 
