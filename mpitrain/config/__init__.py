@@ -4,21 +4,13 @@ Flags (`--section.name value`) override a TOML file (`--config FILE`), which ove
 so that a wrong setting is reported before torch is loaded.
 """
 
+from mpitrain.config.data import DataConfig, SourceConfig
+from mpitrain.config.errors import ConfigError, FolderInUseError
+from mpitrain.config.optim import OptimConfig
+from mpitrain.config.parallel import ParallelConfig
+from mpitrain.config.ranks import check_ranks
 from mpitrain.config.reading import from_text, from_toml, parse
-from mpitrain.config.settings import (
-    CheckpointConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    FolderInUseError,
-    LogConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    SourceConfig,
-    TrainConfig,
-    check_ranks,
-)
+from mpitrain.config.settings import CheckpointConfig, Config, LogConfig, ModelConfig, TrainConfig
 from mpitrain.config.writing import differences, to_toml
 
 __all__ = [

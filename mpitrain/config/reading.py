@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from mpitrain.config.settings import Config, ConfigError, kinds
+from mpitrain.config.errors import ConfigError
+from mpitrain.config.settings import Config, kinds
 from mpitrain.config.writing import print_help, wanted
 
 

@@ -13,7 +13,6 @@ from operator import attrgetter
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from mpitrain.config import settings
 from mpitrain.config.settings import Config, flat, kinds
 
 _HELP = """usage: python -m mpitrain [--help] [--config FILE] [--section.name value ...]
@@ -45,27 +44,26 @@ def differences(a: Config, b: Config) -> list[str]:
 def print_help(config: Config) -> None:
     """Print every setting with its type, its default (the value in `config`), and the docstring under its field."""
     print(_HELP)
-    docs, width = _docs(), shutil.get_terminal_size().columns
-    last = ""
+    width = shutil.get_terminal_size().columns
+    last, docs = "", _docs(Config)
     for name, kind in kinds().items():
         section, _, key = name.rpartition(".")
         owner = type(getattr(config, section)) if section else Config
         if section != last:
             print(f"\n[{section}] {inspect.getdoc(owner)}\n")
-        last = section
+            last, docs = section, _docs(owner)
         print(f"  --{name.replace('_', '-')}  {wanted(kind)} (default: {_text(attrgetter(name)(config))})")
-        print(textwrap.fill(docs[owner.__name__, key], width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        print(textwrap.fill(docs[key], width, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 
-def _docs() -> dict[tuple[str, str], str]:
-    """The docstrings under the fields, by class and field: Python does not store them."""
-    docs = {}
-    for owner in ast.parse(inspect.getsource(settings)).body:
-        for field, doc in pairwise(owner.body if isinstance(owner, ast.ClassDef) else ()):
-            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
-                text = " ".join(ast.literal_eval(doc.value).split())
-                docs[owner.name, ast.unparse(field.target)] = text  # type: ignore[attr-defined]
-    return docs
+def _docs(owner: type) -> dict[str, str]:
+    """The docstrings under the fields of a class: Python does not store them."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(owner)).body if isinstance(node, ast.ClassDef))
+    return {
+        ast.unparse(field.target): " ".join(ast.literal_eval(doc.value).split())
+        for field, doc in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)
+    }
 
 
 def wanted(kind: Any) -> str:

@@ -67,7 +67,7 @@ class Options:
             raise ValueError(f"fully_shard: units is {self.units!r}; expected 'auto' or 'one'")
         for name in ("wire", "wire_weights"):
             object.__setattr__(self, name, network_format(getattr(self, name), f"fully_shard: {name}"))
-        if type(self.slices) is not int or self.slices < 0 or self.slices & (self.slices - 1):
+        if type(self.slices) is not int or self.slices < 0 or self.slices.bit_count() > 1:
             raise ValueError(
                 f"fully_shard: slices is {self.slices!r}; expected a power of two, the number of slices of a global batch, or 0"
             )

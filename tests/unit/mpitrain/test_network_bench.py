@@ -19,7 +19,7 @@ from mpitrain.bench.network.results import (
 )
 from mpitrain.bench.results import Case
 from mpitrain.config import check_ranks, parse
-from mpitrain.config.settings import Wire
+from mpitrain.config.parallel import Wire
 
 CASE = Case(width=64, layers=2, heads=2, context=16, batch=1)
 
