@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,19 +11,19 @@ import ckpt
 from collectives import Communicator
 from mpitrain.config import Config
 from mpitrain.data import Batches, HeldoutBatches
-from mpitrain.data.loading import Corpus, Documents, shard_cache
+from mpitrain.data.loading import Corpus, Documents
 from mpitrain.data.streaming.batches import DocumentBatches, HeldoutDocuments
 from mpitrain.data.streaming.feed import Tolerance
-from mpitrain.data.streaming.lanes import Recipe, open_lanes
-from mpitrain.data.streaming.processes import Processes
 from mpitrain.data.streaming.stream import LaneStates, Rows
-from mpitrain.data.tokenizers import BYTES, Bytes, Tokenizer
+from mpitrain.data.tokenizers import BYTES, Tokenizer
 from mpitrain.data.tokens import TokenFiles
 from mpitrain.models.loss import IGNORED
-from mpitrain.models.segments import Segments
 from mpitrain.sharding.slices import Slices
+from mpitrain.train.batches.making import MicroBatchMaker, source_names
 from mpitrain.train.batches.micro_batch import Copies, MicroBatch
+from mpitrain.train.batches.opening import open_batches
 from mpitrain.train.batches.parts import Part, parts_of, rows_of
+from mpitrain.train.batches.shared_reading import SharedReading
 
 CPU = torch.device("cpu")
 
@@ -72,48 +70,25 @@ class RankBatches:
         same: Communicator | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        train, context = config.train, config.model.resolve().context
+        train, has_documents = config.train, isinstance(found, Documents)
         self._data, self._all, self._num_micro = data, all_ranks or data, train.accumulate
-        self._seed = train.seed
         self._slices = Slices(train.slices, data.size, data.rank) if train.slices else None
-        self._same = same if same is not None and same.size > 1 and isinstance(found, Documents) else None
-        self._leads = same is None or same.rank == 0
-        self._length = context + 1  # of a row
         self._may_fail = not isinstance(found, Corpus)  # while it reads: then the ranks raise an error together
-        self._vocab, self._tokenizer = config.model.resolve().vocab, tokenizer
-        self._mask_documents = config.data.mask_documents
-        self.is_padded = isinstance(found, Documents) and config.data.packing == "whole"
+        self._tokenizer = tokenizer
+        self.is_padded = has_documents and config.data.packing == "whole"
         """Whether padding may fill rows up."""
+        self._reading = SharedReading(
+            same if same is not None and same.size > 1 and has_documents else None,
+            length=config.model.resolve().context + 1, is_whole=self.is_padded,
+        )  # fmt: skip
+        self._maker = MicroBatchMaker(config, checks_tokens=self._may_fail)
         self._tolerance = Tolerance(config.data.max_bad_samples)
-        self._processes: Processes | None = None
         self._ahead = _Ahead()
         self._copies = Copies(device) if device.type == "cuda" else None
-        self.train: Batches | DocumentBatches
-        self.heldout: HeldoutBatches | HeldoutDocuments
-        if not isinstance(found, Documents):
-            self.train = Batches(found.train, context=context, batch=train.batch, seed=train.seed)
-            self.heldout = HeldoutBatches(
-                found.heldout, context=context, batch=train.batch, num_batches=train.eval_batches
-            )
-            return
-        self._check_lanes(found.lanes)
-        share = config.data.heldout if found.heldout is None else 0.0
-        weights = tuple(source.points for source in config.data.sources) or (((0, 1.0),),)
-        recipe = Recipe(
-            found.train, weights, found.lanes, train.batch, context, train.seed, config.data.packing,
-            shard_cache(config.data, found.shards), tokenizer or Bytes(),
-            share=(share, 1.0), max_damaged=config.data.max_bad_samples,
-        )  # fmt: skip
-        here = partial(open_lanes, say=say)
-        self._processes = Processes(config.data.processes, say) if config.data.processes and self._leads else None
-        self.train = DocumentBatches(recipe, here if self._processes is None else self._processes.open_lanes)
-        of_heldout = replace(recipe, lanes=train.batch, share=(0.0, share))
-        if found.heldout is not None:
-            weights = tuple(source.points for source in config.data.heldout_sources)
-            of_heldout = replace(of_heldout, sources=found.heldout, weights=weights, share=(0.0, 1.0))
-        num_batches = train.eval_batches if found.heldout is not None or share else 0
-        self.heldout = HeldoutDocuments(
-            of_heldout if num_batches else None, num_batches, partial(here, fetches_ahead=False)
+        if isinstance(found, Documents):
+            self._check_lanes(found.lanes)
+        self.train, self.heldout, self._processes = open_batches(
+            config, found, tokenizer, reads=self._reading.leads, say=say
         )
 
     def close(self) -> None:
@@ -145,10 +120,10 @@ class RankBatches:
             return self.train.get(step, rows_of(its))
 
         def parts(rows: "np.ndarray | Rows") -> list[MicroBatch]:
-            batches = self._micro_batches(rows, its, self.train, step)
+            batches = self._maker.make(rows, its, self.train, step)
             return batches if self._copies is None else [self._copies.begun(batch) for batch in batches]
 
-        batches, error = self._read(read, parts, len(rows_of(its)))
+        batches, error = self._reading.read(read, parts, len(rows_of(its)))
         self._ahead = _Ahead(step, self.train.next_sample(step), batches, states, error)
 
     def of_evaluation(self, index: int) -> Sequence[MicroBatch]:
@@ -158,9 +133,9 @@ class RankBatches:
         """
         its = self._parts(self.heldout, 1)
         wanted = rows_of(its)
-        batches, error = self._read(
+        batches, error = self._reading.read(
             lambda: self.heldout.get(index, wanted),
-            lambda rows: self._micro_batches(rows, its, self.heldout, index),
+            lambda rows: self._maker.make(rows, its, self.heldout, index),
             len(wanted),
         )
         with self._all.together() if self._may_fail else nullcontext():
@@ -170,13 +145,13 @@ class RankBatches:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the sources of the training data: the numbers in `MicroBatch.sources` are their indices."""
-        return _names_of(self.train)
+        """The names of the sources of the training data: see `source_names`."""
+        return source_names(self.train)
 
     @property
     def heldout_sources(self) -> list[str]:
         """The names of the sources of the held-out data."""
-        return _names_of(self.heldout)
+        return source_names(self.heldout)
 
     def read_heldout(self) -> None:
         """Read the documents for evaluations now, so that an error of them costs no steps. Collective as `of_step`."""
@@ -210,7 +185,7 @@ class RankBatches:
             before = self._ahead.states if is_ahead else None
             meta, tensors = self.train.described()
             kept: dict[str, Any] = {f"data/{name}": array for name, array in tensors.items()} | {"data/lanes": []}
-            if self._leads:
+            if self._reading.leads:
                 own = before or self.train.states(step, rows_of(self._parts(self.train, self._num_micro)))
                 shape = (self.train.lanes, *own.states.shape[1:])
                 kept["data/lanes"] = [ckpt.Shard(states, shape, (first, 0, 0)) for first, states in own.pieces()]
@@ -250,41 +225,6 @@ class RankBatches:
         if isinstance(self.train, DocumentBatches):
             self.train.start_over()
 
-    def _read(
-        self,
-        read: Callable[[], "np.ndarray | Rows"],
-        parts: Callable[["np.ndarray | Rows"], list[MicroBatch]],
-        num_rows: int,
-    ) -> tuple[list[MicroBatch], Exception | None]:
-        """What `parts` makes of the rows that `read` reads, on the first one of the ranks that have the same rows; and an error.
-
-        Collective over these ranks. After an error of the first one the others have none, and no micro-batches.
-        """
-        rows, error = None, None
-        try:
-            rows = read() if self._leads or self._same is None else None
-        except Exception as failed:
-            error = failed
-        if self._same is not None:
-            rows = self._from_first(rows, num_rows)
-        try:
-            return ([], error) if rows is None else (parts(rows), None)
-        except Exception as failed:
-            return [], failed
-
-    def _from_first(self, rows: "np.ndarray | Rows | None", num_rows: int) -> Rows | None:
-        """The rows of the first one of the ranks that have the same rows; None if it has none."""
-        assert self._same is not None
-        there = np.zeros((2, num_rows, self._length), np.int32)
-        num_read = np.array([0 if rows is None else 1], np.int64)
-        self._same.broadcast(num_read)
-        if not num_read[0]:
-            return None
-        if isinstance(rows, Rows):
-            there[0], there[1] = rows.tokens, rows.segments
-        self._same.broadcast(there)
-        return Rows(there[0], there[1], self.is_padded)
-
     def _check_lanes(self, num_lanes: int) -> None:
         """ValueError if a lane has rows of several slices: each rank of them would read its documents."""
         if self._slices is not None and num_lanes % self._slices.count:
@@ -295,51 +235,3 @@ class RankBatches:
 
     def _parts(self, of: Batches | DocumentBatches | HeldoutBatches | HeldoutDocuments, num_micro: int) -> list[Part]:
         return parts_of(of.batch, self._data, self._slices, num_micro=num_micro)
-
-    def _micro_batches(
-        self, rows: "np.ndarray | Rows", its: Sequence[Part], source: object, index: int
-    ) -> list[MicroBatch]:
-        """`rows`: `rows_of` the parts, of batch `index` of `source`."""
-        sources = _sources_of(source, index, rows_of(its))
-        made: list[MicroBatch] = []
-        first = 0
-        for part in its:
-            if not part.counts:
-                again = next(batch for batch in made if batch.slice == part.slice)
-                made.append(again._replace(targets=torch.full_like(again.targets, IGNORED), num_padding=0))
-                continue
-            last = first + part.end - part.begin
-            seed = None if part.slice is None else (self._seed, index, part.slice)
-            batch = self._micro_batch(rows[first:last], sources[first:last])
-            made.append(batch._replace(slice=part.slice, seed=seed))
-            first = last
-        return made
-
-    def _micro_batch(self, rows: "np.ndarray | Rows", sources: np.ndarray) -> MicroBatch:
-        array = rows if isinstance(rows, np.ndarray) else rows.tokens.astype(np.int64)
-        if self._may_fail and array.size and not 0 <= array.min() <= array.max() < self._vocab:
-            raise ValueError(
-                f"model.vocab: the data have the tokens {array.min()} to {array.max()}, and the model has 0 to {self._vocab - 1}; "
-                "take the vocabulary of the tokens' tokenizer"
-            )
-        tokens = torch.from_numpy(array)
-        targets = tokens[:, 1:]
-        if isinstance(rows, np.ndarray):
-            return MicroBatch(tokens[:, :-1], targets, sources=sources)
-        seen, after = rows.segments[:, :-1], rows.segments[:, 1:]
-        if rows.is_whole:
-            # Whole documents do not go on in the next one, and padding is none.
-            targets = targets.where(torch.from_numpy((seen == after) & (after >= 0)), IGNORED)
-        segments = Segments.of(seen) if self._mask_documents else None
-        return MicroBatch(tokens[:, :-1], targets, segments, num_padding=int((seen < 0).sum()), sources=sources)
-
-
-def _names_of(batches: object) -> list[str]:
-    return batches.sources if isinstance(batches, DocumentBatches | HeldoutDocuments) else ["data"]
-
-
-def _sources_of(batches: object, index: int, rows: Sequence[int]) -> np.ndarray:
-    """The numbers of the sources of these rows of a batch."""
-    if isinstance(batches, DocumentBatches | HeldoutDocuments) and len(batches.sources) > 1:
-        return batches.sources_of(index, rows)
-    return np.zeros(len(rows), np.int64)
