@@ -1,13 +1,62 @@
-"""The lines in a run's heading about what its ranks send each other: formats, compression, copies and local steps, slices."""
+"""The heading of a run: ranks, model, data, and what the ranks send each other."""
 
+from collections.abc import Iterable
+
+import torch
+
+from collectives import Communicator
 from mpitrain.config import Config, ParallelConfig
+from mpitrain.models import LanguageModel, num_parameters
 from mpitrain.sharding.unit.wires import about_one_node
 
 _EXACT = "fp32"
 
 
+def heading(
+    config: Config,
+    used: ParallelConfig,
+    comm: Communicator,
+    model: LanguageModel,
+    *,
+    device: torch.device,
+    threads: int,
+    num_idle: int,
+    data: object,
+    about_engines: Iterable[str],
+    beginning: str,
+) -> str:
+    """The lines at the start of a run.
+
+    Args:
+        config: the settings.
+        used: with the formats that are used in place of "auto".
+        comm: the ranks.
+        model: of this rank.
+        device: of this rank.
+        threads: of each rank.
+        num_idle: the ranks that have no work.
+        data: the data; its text describes them.
+        about_engines: lines about the programs that read and tokenize.
+        beginning: the last line: the run's folder, and where the run begins.
+    """
+    on_gpus = device.type == "cuda"
+    where = "GPU" if on_gpus else f"CPU, {threads} thread{'s' * (threads > 1)} each"
+    held = sum(p.numel() for p in model.parameters())
+    messages = about_messages(config, used, num_nodes=comm.num_nodes, on_gpus=on_gpus)
+    idle = f"; {num_idle} more without work, because they do not fit the layout" if num_idle else ""
+    return (
+        f"{comm.size} rank{'s' * (comm.size > 1)} on {comm.num_nodes} node{'s' * (comm.num_nodes > 1)}, {where}{idle}\n"
+        f"model {config.model.family} {config.model.size}: {num_parameters(model.config) / 1e6:.2f} M parameters, "
+        f"{held / 1e6:.2f} M on rank 0\n"
+        f"data: {data}\n" + "".join(f"{line}\n" for line in (*messages, *about_engines)) + beginning
+    )
+
+
 def about_messages(config: Config, used: ParallelConfig, *, num_nodes: int, on_gpus: bool) -> list[str]:
-    """A line for each of them that the settings ask for. `used`: the settings with the formats that are used in place of "auto"."""
+    """A line for each of formats, compression, copies and slices that the settings ask for.
+
+    `used`: the settings with the formats that are used in place of "auto".
+    """
     asked = config.parallel
     lines = [_wires(asked, used, num_nodes=num_nodes, on_gpus=on_gpus)]
     if not config.train.eval_only:

@@ -3,6 +3,7 @@
 import os
 import resource
 import time
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 from collectives import Communicator
 from collectives.selection.table_cache import cpu_model
 from collectives.transports.mpi import library_version
-from mpitrain.config import ParallelConfig
+from mpitrain.config import Config, ParallelConfig
 from mpitrain.plan.measuring.memory import node_bytes
 from mpitrain.products import product
 
@@ -36,6 +37,12 @@ def share_out(allowed: list[set[int]], rank: int) -> tuple[int, ...]:
         return tuple(sorted(allowed[rank]))
     each = len(everything) // len(allowed)
     return tuple(everything[rank * each : (rank + 1) * each])
+
+
+def with_threads(config: Config) -> ParallelConfig:
+    """With slices the number of threads must not follow from the number of ranks, because kernels may divide sums by threads."""
+    parallel = config.parallel
+    return replace(parallel, threads=1) if config.train.slices and parallel.threads is None else parallel
 
 
 def take_hardware(comm: Communicator, config: ParallelConfig) -> Hardware:

@@ -11,7 +11,7 @@ import ckpt
 from mpitrain.config import from_text
 from mpitrain.data.tokenizers import Tokenizer, load_tokenizer
 from mpitrain.models import build, sample_tokens
-from mpitrain.train.saving import read_meta
+from mpitrain.train.checkpoints.saving import read_meta
 from mpitrain.weights import state
 
 _NO_CHARACTER = "\ufffd".encode()

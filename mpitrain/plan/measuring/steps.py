@@ -13,7 +13,7 @@ from mpitrain.models.sizes import TransformerConfig
 from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.model import make_model, make_optimizer
-from mpitrain.train.stepper import Stepper
+from mpitrain.train.steps.stepper import Stepper
 
 WARM_UP = 2
 

@@ -142,7 +142,7 @@ def test_a_wait_that_lasts_is_told_in_one_line(tmp_path: Path) -> None:
         f"in no operation, in the forward of Sequential, {late}",
     )
     check("save", rf"in world \(ranks 0, 1\): #\d+ together, {here} <module>, {wait}", behind)
-    norm = r"#\d+ all_reduce\(1 x float64, op=sum\) by mpi, at .*/mpitrain/train/stepper.py:\d+ in clip"
+    norm = r"#\d+ all_reduce\(1 x float64, op=sum\) by mpi, at .*/mpitrain/train/steps/stepper.py:\d+ in clip"
     check("main_job", rf"in world \(ranks 0, 1\): {norm}, {wait}", behind)  # rank 1 reads the next step's batch
     apart = rf"in world.*, in the .*backward of Sequential, {here} step, for \d+\.\d s, waiting for rank 0"
     check("no_sync", rf"{reduction} \w+ \(Linear\), {here} step, {wait}", apart, deadline_s=2)

@@ -45,7 +45,7 @@ class Flips:
 
     def run(self, step: int, phase: str, act: Callable[[], None]) -> Exception | None:
         """The error of a run in which `act` is called once on this rank."""
-        self.trainer._start_over()
+        self.trainer.state.start_over()
         self.trainer.health.begin(0)
         self._moment, self._act = (step, phase), act
         try:

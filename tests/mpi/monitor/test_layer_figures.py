@@ -19,7 +19,7 @@ from mpitrain.monitor.layers.figures import LayerFigures
 from mpitrain.optim.elementwise import AdamW
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.model import make_model, make_optimizer
-from mpitrain.train.stepper import Stepper
+from mpitrain.train.steps.stepper import Stepper
 
 SIZES = "--model.width 24 --model.layers 4 --model.heads 3 --model.context 12 --model.vocab 257 --train.batch 8"
 # With a norm of gradients far above optim.clip_norm. The large eps: else the update is 1 or -1 even for elements of rounding errors.

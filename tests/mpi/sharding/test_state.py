@@ -375,7 +375,7 @@ def test_several_boxes_of_a_tensor_of_ones_own_travel_along(comm, shared_tmp: Pa
 
 
 def test_a_run_keeps_the_table_of_algorithms(comm: Communicator) -> None:
-    from mpitrain.train.saving import _take_table
+    from mpitrain.train.checkpoints.saving import _take_table
 
     group, other = comm.split(0), comm.split(0)
     table = Table((TableEntry("all_reduce", "native", "private", comm.size, 1, ((None, "ring"),)),))

@@ -19,8 +19,8 @@ from mpitrain.init import initialize
 from mpitrain.models import GPT
 from mpitrain.models.loss import IGNORED
 from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.lr import learning_rate
 from mpitrain.train.passes import WholePasses
+from mpitrain.train.steps.lr import learning_rate
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(1, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpitrain.sharding.slices.api import seed_all
-from mpitrain.train import random_states
+from mpitrain.train.checkpoints import random_states
 
 CPU = torch.device("cpu")
 

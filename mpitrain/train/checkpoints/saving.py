@@ -22,7 +22,7 @@ from mpitrain.sharding import DiLoCo
 from mpitrain.sharding.slices.api import seed_all
 from mpitrain.sharding.unit.registry import diloco_of
 from mpitrain.sharding.unit.wires import chosen_format
-from mpitrain.train import random_states
+from mpitrain.train.checkpoints import random_states
 from mpitrain.weights import state
 
 _RANDOM = "random/states"

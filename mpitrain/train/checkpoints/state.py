@@ -1,0 +1,102 @@
+"""The state of a run: what a checkpoint or a copy in node memory has, and what a rewind puts back."""
+
+from collections.abc import Callable
+
+from collectives import Communicator
+from mpitrain.config import Config, ConfigError
+from mpitrain.elastic.lease import Lease
+from mpitrain.health import Health
+from mpitrain.init import initialize
+from mpitrain.sharding.slices.api import seed_all
+from mpitrain.sharding.unit.registry import compression_of
+from mpitrain.train.checkpoints import saving
+from mpitrain.train.workload import Workload
+from mpitrain.weights.state import Collected, Source
+
+
+class TrainingState:
+    """The state after `step` steps. All methods are collective.
+
+    Args:
+        config, comm: of the run.
+        work: whose model, optimizer and position in the data are parts of the state.
+        health: the checks, whose state is another part.
+        lease: the lease of the folder, for checkpoints; it gives None if the run is not elastic.
+    """
+
+    def __init__(
+        self, config: Config, comm: Communicator, work: Workload, health: Health, lease: Callable[[], Lease | None]
+    ) -> None:
+        self._config, self._comm, self._work, self._health, self._lease = config, comm, work, health, lease
+        self.step = 0
+        """Steps done."""
+        self._first_stepper = work.stepper.state_dict()
+
+    def collected(self) -> Collected:
+        """The state, for a checkpoint."""
+        work = self._work
+        return saving.collect(
+            work.model,
+            work.optimizer,
+            config=self._config,
+            parallel=work.parallel,
+            comm=self._comm,
+            step=self.step,
+            next_sample=work.batches.train.next_sample(self.step),
+            stepper=work.stepper.state_dict(),
+            health=self._health.state_dict(),
+            fingerprint=work.found.fingerprint,
+            data=work.batches.state(self.step),
+            lease=self._lease(),
+        )
+
+    def load(self, source: Source, *, is_own: bool = True) -> list[str]:
+        """Load the state of a source, for an evaluation the weights alone. Returns lines about differences between then and now.
+
+        `is_own`: it is of this run.
+        """
+        work, batches = self._work, self._work.batches
+        resumed = saving.load(
+            source,
+            work.model,
+            None if self._config.train.eval_only else work.optimizer,
+            config=self._config,
+            parallel=work.parallel,
+            comm=self._comm,
+            fingerprint=work.found.fingerprint,
+            seed_of=work.seed_of,
+            room=batches.room,
+            is_own=is_own,
+        )
+        self.step = resumed.step
+        with self._comm.together():
+            try:
+                batches.load(resumed.step, resumed.next_sample, resumed.documents, resumed.tensors)
+            except ValueError as error:
+                if is_own:
+                    raise ConfigError(str(error)) from None
+                batches.load(resumed.step, resumed.next_sample, {}, {})
+                resumed.remarks.append(f"the data begin anew: {error}")
+                resumed.health.pop("left_out", None)  # of the other data
+        work.stepper.load_state_dict(resumed.stepper)
+        self._health.load_state_dict(resumed.health)
+        return resumed.remarks
+
+    def initialize(self) -> None:
+        """Give the model its initial values."""
+        initialize(self._work.model, seed=self._config.train.seed)
+        if self._work.diloco is not None:
+            self._work.diloco.restart()
+
+    def start_over(self) -> None:
+        """Make the state at step 0 again, the same bits."""
+        work = self._work
+        self.initialize()
+        work.optimizer.state.clear()
+        if (compression := compression_of(work.model)) is not None:
+            compression.reset()
+        self.step = 0
+        work.batches.start_over()
+        work.stepper.load_state_dict(self._first_stepper)
+        self._health.load_state_dict({})
+        seed_all(self._config.train.seed, work.seed_of)
