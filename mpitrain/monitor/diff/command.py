@@ -11,7 +11,7 @@ from ckpt.format.manifest import FILE_NAME, CheckpointError
 from ckpt.reading.checkpoint import open_checkpoint
 from ckpt.storage.places import Place, place_of
 from ckpt.storage.remote import Url
-from collectives.commands.terminal import console
+from collectives.commands.closed_pipe import ends_with_its_reader
 from mpitrain.monitor.diff import checkpoints, conditions, metrics
 from mpitrain.monitor.diff import printing as shown
 from mpitrain.monitor.diff.checkpoints import CheckpointDifference
@@ -28,10 +28,8 @@ def main(words: Sequence[str]) -> int:
     """Compare two runs or two checkpoints; returns the exit code: 0 for the same bits, 1 for a difference, 2 for bad input."""
     options = _parser().parse_args(words)
     try:
-        return _compare(options)
-    except BrokenPipeError:  # `| head` has ended
-        console().on_broken_pipe()  # ends with code 1
-        raise
+        with ends_with_its_reader():
+            return _compare(options)
     except (ValueError, OSError, CheckpointError) as error:
         sys.stdout.flush()
         print(f"mpitrain: error: diff: {error}", file=sys.stderr)

@@ -47,7 +47,7 @@ def make():
         "opt/s": Tensor(name="opt/s", dtype="int64", shape=(), blocks=(StoredBlock(1, 0, (), (), "9" * 16),)),
         "opt/e": Tensor(name="opt/e", dtype="int64", shape=(0, 5), blocks=()),
     }
-    return Manifest(files, tensors, {"step": 3, "lr": [0.1, None]}, sequence=4, saved=1.5)
+    return Manifest(files, tensors, {"step": 3, "lr": [0.1, None]}, sequence=4, saved=1.5, num_ranks=2)
 
 
 def forge(edit, data=None):
