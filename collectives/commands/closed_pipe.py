@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from collectives.launcher import launched_rank
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-"""The exit code that a shell gives to a program that SIGPIPE has ended. Python ignores this signal, because a socket may send it, too."""
+"""The exit code that shells give to a program that SIGPIPE has ended. Python ignores this signal, because sockets cause it, too."""
 
 
 @contextmanager

@@ -6,12 +6,16 @@ from mpitrain.sharding.unit.wires import about_one_node
 _EXACT = "fp32"
 
 
-def about_messages(config: Config, used: ParallelConfig, *, num_nodes: int, on_gpus: bool) -> list[str]:
-    """A line for each of them that the settings ask for. `used`: the settings with the formats that are used in place of "auto"."""
+def about_messages(
+    config: Config, used: ParallelConfig, *, num_nodes: int, on_gpus: bool, threads: int = 1
+) -> list[str]:
+    """A line for each of them that the settings ask for. `used`: the settings with the formats that are used in place of "auto".
+    `threads`: of each rank.
+    """
     asked = config.parallel
     lines = [_wires(asked, used, num_nodes=num_nodes, on_gpus=on_gpus)]
     if not config.train.eval_only:
-        lines += [_copies(asked), _compression(asked), _slices(config)]
+        lines += [_copies(asked), _compression(asked), _slices(config, 1 if on_gpus else threads)]
     return [line for line in lines if line]
 
 
@@ -56,12 +60,17 @@ def _exact_steps(parallel: ParallelConfig) -> str:
     return f", after {number} exact step{'s' * (number > 1)}" if number else ""
 
 
-def _slices(config: Config) -> str:
+def _slices(config: Config, threads: int) -> str:
     """How far the bits of a run with slices are the same."""
     count, tensor = config.train.slices, config.parallel.tensor
     if not count:
         return ""
-    same = f"{count} slices: the same bits at"
-    if tensor > 1:  # which divides sums inside a layer
-        return f"{same} any number of ranks with parallel.tensor {tensor}; another parallel.tensor changes bits"
-    return f"{same} 1 to {count * config.parallel.pipeline} ranks"
+    same = f"{count} slices: the same bits at {tensor} to {count * config.parallel.pipeline * tensor} ranks"
+    kept, others = [], []
+    if tensor > 1:  # divides sums inside a layer
+        kept.append(f"parallel.tensor {tensor}")
+        others += ["parallel.tensor", "parallel.sequence"]
+    if threads > 1:  # may divide a kernel's sums
+        kept.append(f"{threads} threads each")
+        others.append("number of threads")
+    return f"{same} with {' and '.join(kept)}; another {' or '.join(others)} changes bits" if kept else same

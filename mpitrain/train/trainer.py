@@ -313,6 +313,7 @@ class Trainer:
             fingerprint=self.found.fingerprint,
             data=self.batches.state(self.step),
             lease=self._endurance.lease,
+            hardware=self.hardware.described(),
         )
 
     def load(self, path: Path | ckpt.Url) -> list[str]:
@@ -338,6 +339,7 @@ class Trainer:
             comm=self.comm,
             fingerprint=self.found.fingerprint,
             seed_of=self._seed_of,
+            hardware=self.hardware.described(),
             room=self.batches.room,
             is_own=is_own,
         )
@@ -594,8 +596,9 @@ class Trainer:
         model, held = self.config.model, sum(p.numel() for p in self.model.parameters())
         num_idle = self._lasting.num_idle if self._lasting is not None else 0
         messages = about_messages(
-            self.config, self.parallel, num_nodes=self.comm.num_nodes, on_gpus=hardware.device.type == "cuda"
-        )
+            self.config, self.parallel, num_nodes=self.comm.num_nodes, on_gpus=hardware.device.type == "cuda",
+            threads=hardware.threads,
+        )  # fmt: skip
         idle = f"; {num_idle} more without work, because they do not fit the layout" if num_idle else ""
         return (
             f"{self.comm.size} rank{'s' * (self.comm.size > 1)} on {self.comm.num_nodes} node{'s' * (self.comm.num_nodes > 1)}, "

@@ -80,13 +80,14 @@ def _run(place: Place) -> RunRecord:
 
 
 def _compare_checkpoints(a: Place, b: Place, options: argparse.Namespace) -> int:
-    found = checkpoints.compare(open_checkpoint(a), open_checkpoint(b), options.only)
+    opened = {"A": open_checkpoint(a), "B": open_checkpoint(b)}
+    found = checkpoints.compare(opened["A"], opened["B"], options.only)
     if options.only and not found.num_seen:
         raise _nothing(options.only)
     if options.json:
         print_json(_to_dict(found))
     out = shown.reporter(quiet=options.json)
-    shown.say(out, f"A  {found.a}", f"B  {found.b}")
+    shown.say(out, *(f"{side}  {each.path}: {checkpoints.heading(each)}" for side, each in opened.items()))
     shown.print_conditions(out, found.conditions)
     shown.print_checkpoint(out, found)
     if found:
