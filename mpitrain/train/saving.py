@@ -186,8 +186,8 @@ def load(
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
     if not config.train.eval_only:
-        now = of_checkpoint(_conditions(config, comm, hardware))
-        if changes := changes_of_bits(of_checkpoint(meta), now):
+        changes = changes_of_bits(of_checkpoint(meta), of_checkpoint(_conditions(config, comm, hardware)))
+        if changes:
             remarks.append(
                 "from here on the bits may differ from those of a run without this stop (train.slices), because of "
                 + ", ".join(map(str, changes))

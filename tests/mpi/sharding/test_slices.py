@@ -110,6 +110,19 @@ def test_a_step_that_is_not_complete(comm: Communicator) -> None:
         pass
 
 
+def test_the_mean_of_a_number_of_each_slice(comm: Communicator) -> None:
+    model = mpitrain.fully_shard(_model(), comm, slices=COUNT)
+    generator = torch.Generator().manual_seed(2)
+    losses = torch.randn(COUNT, generator=generator).double() * 10.0 ** torch.arange(COUNT)
+    nodes = losses.tolist()
+    while len(nodes) > 1:
+        nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
+    mine = [losses[number] if counts else losses[number] * 9 for number, counts in mpitrain.rounds(model)]
+    assert mpitrain.slice_mean(model, mine) == nodes[0] / COUNT
+    with pytest.raises(ValueError, match=rf"a number for each of {len(mine)} rounds, got {len(mine) + 1}"):
+        mpitrain.slice_mean(model, [*mine, 0.0] if comm.rank == comm.size - 1 else mine)
+
+
 def test_arguments(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="expected a power of two"):
         mpitrain.fully_shard(_model(), comm, slices=3)
