@@ -187,6 +187,8 @@ def load(
             remarks.append(f"setting changed: {line}")
     if not config.train.eval_only:
         changes = changes_of_bits(of_checkpoint(meta), of_checkpoint(_conditions(config, comm, hardware)))
+        if meta["data"]["fingerprint"] == fingerprint:  # the same data at another place
+            changes = [each for each in changes if each.name != "data.path"]
         if changes:
             remarks.append(
                 "from here on the bits may differ from those of a run without this stop (train.slices), because of "

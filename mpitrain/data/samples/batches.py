@@ -179,8 +179,7 @@ def batches(
             told the number of each epoch by `set_epoch`, if they have it.
         mesh: of the model. The ranks along dp_replicate, dp_shard and cp share a global batch, the others get the same rows. A
             Communicator: all of its ranks share it; None: `collectives.world()`.
-        batch: samples in a global batch. Without slices rank r of n has the rows batch * r // n to
-            batch * (r + 1) // n - 1.
+        batch: samples in a global batch. Without slices rank r of n has the rows batch * r // n to batch * (r + 1) // n - 1.
         seed: of the order, and of Python's, NumPy's and torch's generators of random numbers, which are seeded for each sample.
         shuffle: of a map-style dataset; None: True.
         collate: makes a batch of the samples of this rank, a list; None: torch's default_collate.
@@ -192,8 +191,8 @@ def batches(
 
     Raises:
         TypeError: a DataLoader without a state, or a dataset that is none of these.
-        ValueError: fewer rows or slices than ranks, a dataset that is empty or has another length on another rank, settings of another kind of
-            dataset, or a DataLoader that forks.
+        ValueError: fewer rows or slices than ranks, a dataset that is empty or has another length on another rank, settings of another
+            kind of dataset, or a DataLoader that forks.
     """
     comm, data = _groups(mesh)
     with comm.together():

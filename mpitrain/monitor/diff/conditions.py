@@ -69,7 +69,7 @@ _FOLLOW = {"parallel.threads": "threads", "parallel.device": "device"}
 
 
 def effect_of(name: str, *, has_slices: bool) -> Effect:
-    """The effect of a change. has_slices: both runs have the same number of slices above 0."""
+    """The effect of a change. has_slices: both runs have slices; their number is a condition of its own."""
     section = name.partition(".")[0]
     if name in _HARMLESS or section in ("checkpoint", "log"):
         return Effect.NONE
@@ -82,8 +82,7 @@ def effect_of(name: str, *, has_slices: bool) -> Effect:
 
 def differing(a: Conditions, b: Conditions) -> list[Condition]:
     """The conditions that differ, the harmless ones last. Settings that are known of one run alone are left out."""
-    slices = a.settings.get(_SLICES)
-    has_slices = bool(slices) and slices == b.settings.get(_SLICES)
+    has_slices = bool(a.settings.get(_SLICES) and b.settings.get(_SLICES))
     rows = settings_of([a.hardware, b.hardware])
     if a.settings and b.settings:
         rows += settings_of([a.settings, b.settings])
@@ -103,7 +102,10 @@ def changes_of_bits(then: Conditions, now: Conditions) -> list[Condition]:
     if not (then.settings.get(_SLICES) or now.settings.get(_SLICES)):
         return []
     known = then.hardware.keys() & now.hardware.keys()
-    its = [each._replace(hardware={name: each.hardware[name] for name in known}) for each in (then, now)]
+    its = [
+        each._replace(hardware={name: value for name, value in each.hardware.items() if name in known})
+        for each in (then, now)
+    ]
     return [each for each in differing(*its) if each.effect in (Effect.VALUES, Effect.BITS)]
 
 

@@ -34,14 +34,14 @@ def rounds(model: nn.Module) -> list[Round]:
     return _slices(model, "rounds").rounds
 
 
-def slice_mean(model: nn.Module, values: Sequence[float | torch.Tensor]) -> float:
+def slice_mean(model: nn.Module, values: Sequence[float | torch.Tensor] | torch.Tensor) -> float:
     """The mean over the slices of a number that each slice has, such as the loss of a step: the same bits at any number of ranks.
 
-    Collective over the ranks with different data. All ranks get it, in float64. Of a model in stages each stage has its own mean.
+    Collective over the ranks with different data. All of them get it, in float64.
 
     Args:
-        values: of this rank, one number for each of its `rounds`, in their order: floats, or tensors with one element. The number of a
-            round that does not count is left out.
+        values: of this rank, one number for each of its `rounds`, in their order: floats, tensors with one element, or the losses that
+            `step` of a pipeline returns. The number of a round that does not count is left out.
 
     Raises:
         ValueError: on all ranks, if the model has no slices, or if one rank has another number of values than rounds.

@@ -231,7 +231,7 @@ def test_effects_of_settings() -> None:
         ({}, {"threads": 2, "ranks": 3}, []),  # without slices
         ({"slices": 4}, {"slices": 4, "ranks": 3, "stage": 1, "eval_every": 7}, []),
         ({"slices": 4, "asked": 1}, {"slices": 4}, []),  # the same threads, which one of them has asked for
-        ({"slices": 4}, {"slices": 8, "threads": 2}, ["threads 1 -> 2", "train.slices 4 -> 8"]),
+        ({"slices": 4}, {"slices": 8, "threads": 2, "ranks": 3}, ["threads 1 -> 2", "train.slices 4 -> 8"]),
         ({"slices": 4, "torch": "2.12"}, {"slices": 4, "batch": 8}, ["torch 2.12 -> 2.13", "train.batch 16 -> 8"]),
         ({}, {"slices": 4, "ranks": 3}, ["ranks 2 -> 3", "train.slices 0 -> 4"]),
         ({"slices": 4, "stage": 0}, {}, ["train.slices 4 -> 0", "parallel.stage 0 -> 3"]),
