@@ -31,8 +31,8 @@ class LossTotal:
         if self._slices is None:
             return [float(reduce(add, losses))]
         # The loss of a slice that is repeated is 0: none of its targets counts.
-        pairs = zip(batches, losses, strict=True)
-        return self._slices.at_places((batch.slice, float(loss)) for batch, loss in pairs if batch.slice is not None)
+        numbers = [batch.slice for batch in batches if batch.slice is not None]
+        return self._slices.at_places(zip(numbers, map(float, losses), strict=True))
 
     def total(self, sums: Sequence[float]) -> float:
         """The total; each target counts as often as ranks have it."""
