@@ -5,7 +5,6 @@ Only `bench` runs on several ranks.
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,6 +14,7 @@ from ckpt.commands import bench, diff, export, gc, import_, ls, reshard, show, v
 from ckpt.commands.terminal import UsageError, complain
 from ckpt.format.manifest import CheckpointError
 from collectives import launched_rank
+from collectives.commands.closed_pipe import ends_with_its_reader
 
 # The order of --help.
 COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, export, import_, reshard, gc, bench)
@@ -41,16 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args = parser.parse_args(argv)
+        with ends_with_its_reader():  # of --help
+            args = parser.parse_args(argv)
     except UsageError as error:
         complain(error, of_all_ranks=True)
         return ERROR
     try:
-        code: int | None = args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has ended; the interpreter must not try to flush again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        with ends_with_its_reader():
+            code: int | None = args.run(args)
     except (UsageError, CheckpointError, OSError) as error:
         complain(error, of_all_ranks=False)
         return ERROR

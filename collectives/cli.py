@@ -11,6 +11,7 @@ from typing import NoReturn
 from rich.text import Text
 
 from collectives.commands import bench, check, cost, info, report, tune
+from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.commands.terminal import UsageError, console, print_once
 from collectives.diagnosis import on_all_ranks
 
@@ -27,8 +28,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (sys.argv's by default) and return the exit code."""
     try:
-        options = _parser().parse_args(arguments)
-        code: int = COMMANDS[options.command].run(options)
+        with ends_with_its_reader():
+            options = _parser().parse_args(arguments)
+            code: int = COMMANDS[options.command].run(options)
         return code
     except (UsageError, OSError) as error:
         line = Text(f"collectives: {error}")

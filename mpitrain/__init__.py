@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         unshard,
     )
     from mpitrain.sharding.compression import compress_gradients, power_sgd, top_k
-    from mpitrain.sharding.slices.api import rounds, seed_all
+    from mpitrain.sharding.slices.api import rounds, seed_all, slice_mean
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights
@@ -68,6 +68,7 @@ __all__ = [
     "rounds",
     "save",
     "seed_all",
+    "slice_mean",
     "summary",
     "sync_buffers",
     "tensor_parallel",
@@ -94,6 +95,7 @@ _MODULES = {
     "rounds": "sharding.slices.api",
     "save": "weights.state",
     "seed_all": "sharding.slices.api",
+    "slice_mean": "sharding.slices.api",
     "tensor_parallel": "tensor",
     "top_k": "sharding.compression",
 }

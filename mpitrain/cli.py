@@ -10,6 +10,7 @@ from pathlib import Path
 
 import collectives
 from collectives import recovery
+from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.diagnosis import write_failure
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
@@ -54,7 +55,11 @@ _BENCHES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. For an error that all ranks have, rank 0 prints one line."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    with ends_with_its_reader():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(words: list[str]) -> int:
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
     if command in _ALONE:
         return _in_one_process(_ALONE[command], words)
@@ -184,7 +189,8 @@ def _in_one_process(run: Callable[[list[str]], int | None], words: list[str]) ->
     if collectives.launched_rank() > 0:
         return 0
     try:
-        return run(words) or 0
+        with ends_with_its_reader():
+            return run(words) or 0
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1

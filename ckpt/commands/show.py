@@ -85,6 +85,7 @@ def _show_checkpoint(checkpoint: Checkpoint, with_stats: bool, as_json: bool) ->
                 "path": str(checkpoint.path),
                 "saved": checkpoint.saved,
                 "bytes": checkpoint.nbytes,
+                "ranks": checkpoint.num_ranks,
                 "files": checkpoint.files,
                 "meta": checkpoint.meta,
                 "tensors": {name: _json(entry, stats.get(name)) for name, entry in checkpoint.items()},
@@ -93,7 +94,8 @@ def _show_checkpoint(checkpoint: Checkpoint, with_stats: bool, as_json: bool) ->
         return
     print(f"{printable(str(checkpoint.path))}")
     age = age_text(time.time() - checkpoint.saved)
-    print(f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, saved {age} ago")
+    ranks = f" by {checkpoint.num_ranks} rank{'s' * (checkpoint.num_ranks > 1)}" * (checkpoint.num_ranks > 0)
+    print(f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, saved{ranks} {age} ago")
     for key, value in checkpoint.meta.items():
         text = json.dumps(value)
         print(f"  {key}: {text if len(text) <= _META_WIDTH else text[:_META_WIDTH] + ' ...'}")

@@ -133,7 +133,8 @@ class Tensor(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a manifest. `sequence` counts the checkpoints of a folder, and gives their order without clocks."""
+    """The contents of a manifest. `sequence` counts the checkpoints of a folder, and gives their order without clocks. `num_ranks`: the
+    ranks that saved it; 0 if unknown, as in older checkpoints, or if no ranks did."""
 
     files: tuple[File, ...]
     tensors: Mapping[str, Tensor]
@@ -141,6 +142,7 @@ class Manifest:
     sequence: int = 0
     saved: float = 0.0
     chunk_bytes: int = CHUNK_BYTES
+    num_ranks: int = 0
 
 
 def encode_meta(meta: Mapping[str, Any]) -> str:
@@ -198,6 +200,7 @@ def encode(manifest: Manifest) -> bytes:
         "sequence": manifest.sequence,
         "saved": manifest.saved,
         "chunk_bytes": manifest.chunk_bytes,
+        "ranks": manifest.num_ranks,
         "tensors": len(manifest.tensors),
         "files": [file_entry(file) for file in manifest.files],
     }

@@ -53,6 +53,7 @@ class Header(msgspec.Struct, frozen=True):
     chunk_bytes: Annotated[int, msgspec.Meta(ge=64, le=_MAX_CHUNK_BYTES, multiple_of=64)]
     num_tensors: Size = msgspec.field(name="tensors")
     files: tuple[File, ...]
+    num_ranks: Size = msgspec.field(name="ranks", default=0)
 
 
 def decode(data: bytes) -> Manifest:
@@ -71,7 +72,9 @@ def decode(data: bytes) -> Manifest:
         raise refused(problem)
     _check_no_sharing(header.files, tensors.values())
     _check_rest(header.files, len(data))
-    return Manifest(header.files, tensors, meta, header.sequence, header.saved, header.chunk_bytes)
+    return Manifest(
+        header.files, tensors, meta, header.sequence, header.saved, header.chunk_bytes, num_ranks=header.num_ranks
+    )
 
 
 def verified_header(data: bytes) -> Header:

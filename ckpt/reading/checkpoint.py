@@ -33,6 +33,11 @@ class Checkpoint(Mapping[str, TensorEntry]):
         return self._manifest.saved
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks that saved it; 0 if it is unknown, as of older checkpoints and of `import`."""
+        return self._manifest.num_ranks
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._manifest.tensors.values())

@@ -59,13 +59,19 @@ def write_index(folder: Path, contents: Contents, scalars: Mapping[str, bytes]) 
 
 
 def write_manifest(
-    folder: Path, contents: Contents, reports: Sequence[tuple[dict[str, Any] | None, Checksums]], *, sequence: int
+    folder: Path,
+    contents: Contents,
+    reports: Sequence[tuple[dict[str, Any] | None, Checksums]],
+    *,
+    sequence: int,
+    num_ranks: int = 0,
 ) -> None:
-    """Write the manifest of finished files. `reports`: for each writer its file, if it leads one, and its checksums."""
+    """Write the manifest of finished files. `reports`: for each writer its file, if it leads one, and its checksums. `num_ranks`: see
+    `Manifest`."""
     made = {entry["name"]: file_of(entry) for entry, _ in reports if entry is not None}
     files = (*(made[file.name] for file in contents.files), describe(folder / INDEX_NAME, {}))
     for writer, blocks in contents.written.items():
         for block, checksums in zip(blocks, reports[writer][1], strict=True):
             block.checksums = checksums
-    manifest = Manifest(files, contents.tensors, contents.meta, sequence, time.time())
+    manifest = Manifest(files, contents.tensors, contents.meta, sequence, time.time(), num_ranks=num_ranks)
     write_file(folder / FILE_NAME, encode(manifest))

@@ -265,7 +265,7 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
     reports = ranks.all_gather_object((file_entry(file) if file else None, sums))
     with ranks.together(_DOING):
         if job.stage is not None:
-            write_manifest(job.folder, contents, reports, sequence=sequence)
+            write_manifest(job.folder, contents, reports, sequence=sequence, num_ranks=len(reports))
             job.stage.publish(overwrite=job.overwrite, before=job.check)
             if job.retention.keep is not None:
                 job.check()

@@ -83,13 +83,16 @@ def _check_stages(config: Config, num_data: int) -> None:
     num_micro = train.micro_batches(num_data)
     try:
         schedule = make_schedule(parallel.schedule, parallel.pipeline, num_micro, parallel.stages_per_rank)
-        if train.slices:
-            check_order(schedule)
     except ValueError as error:
         remark = "train.accumulate is the number of micro-batches"
         if train.slices:
-            remark = f"the slices of a rank (train.slices / {num_data}) are the micro-batches"
+            remark = f"the micro-batches are the slices of a rank: {num_micro} of train.slices {train.slices}"
         raise ConfigError(f"parallel.schedule: {error}; {remark}") from None
+    if train.slices:
+        try:
+            check_order(schedule)
+        except ValueError as error:
+            raise ConfigError(f"parallel.schedule: {error}") from None
     layers = config.model.resolve().layers
     if schedule.num_stages > layers + 1:  # the head may be a stage without a block
         raise ConfigError(

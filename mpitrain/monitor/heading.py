@@ -42,7 +42,7 @@ def heading(
     on_gpus = device.type == "cuda"
     where = "GPU" if on_gpus else f"CPU, {threads} thread{'s' * (threads > 1)} each"
     held = sum(p.numel() for p in model.parameters())
-    messages = about_messages(config, used, num_nodes=comm.num_nodes, on_gpus=on_gpus)
+    messages = about_messages(config, used, num_nodes=comm.num_nodes, on_gpus=on_gpus, threads=threads)
     idle = f"; {num_idle} more without work, because they do not fit the layout" if num_idle else ""
     return (
         f"{comm.size} rank{'s' * (comm.size > 1)} on {comm.num_nodes} node{'s' * (comm.num_nodes > 1)}, {where}{idle}\n"
@@ -52,15 +52,17 @@ def heading(
     )
 
 
-def about_messages(config: Config, used: ParallelConfig, *, num_nodes: int, on_gpus: bool) -> list[str]:
+def about_messages(
+    config: Config, used: ParallelConfig, *, num_nodes: int, on_gpus: bool, threads: int = 1
+) -> list[str]:
     """A line for each of formats, compression, copies and slices that the settings ask for.
 
-    `used`: the settings with the formats that are used in place of "auto".
+    `used`: the settings with the formats that are used in place of "auto". `threads`: of each rank.
     """
     asked = config.parallel
     lines = [_wires(asked, used, num_nodes=num_nodes, on_gpus=on_gpus)]
     if not config.train.eval_only:
-        lines += [_copies(asked), _compression(asked), _slices(config)]
+        lines += [_copies(asked), _compression(asked), _slices(config, 1 if on_gpus else threads)]
     return [line for line in lines if line]
 
 
@@ -105,12 +107,17 @@ def _exact_steps(parallel: ParallelConfig) -> str:
     return f", after {number} exact step{'s' * (number > 1)}" if number else ""
 
 
-def _slices(config: Config) -> str:
+def _slices(config: Config, threads: int) -> str:
     """How far the bits of a run with slices are the same."""
     count, tensor = config.train.slices, config.parallel.tensor
     if not count:
         return ""
-    same = f"{count} slices: the same bits at"
-    if tensor > 1:  # which divides sums inside a layer
-        return f"{same} any number of ranks with parallel.tensor {tensor}; another parallel.tensor changes bits"
-    return f"{same} 1 to {count * config.parallel.pipeline} ranks"
+    same = f"{count} slices: the same bits at {tensor} to {count * config.parallel.pipeline * tensor} ranks"
+    kept, others = [], []
+    if tensor > 1:  # divides sums inside a layer
+        kept.append(f"parallel.tensor {tensor}")
+        others += ["parallel.tensor", "parallel.sequence"]
+    if threads > 1:  # may divide a kernel's sums
+        kept.append(f"{threads} threads each")
+        others.append("number of threads")
+    return f"{same} with {' and '.join(kept)}; another {' or '.join(others)} changes bits" if kept else same

@@ -5,7 +5,7 @@ import resource
 import time
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,15 @@ class Hardware(NamedTuple):
     device: torch.device
     threads: int
     cores: tuple[int, ...]
+
+    def described(self) -> dict[str, Any]:
+        """What can change the bits of a run on this rank, in the form of the event `begin`."""
+        is_gpu = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if is_gpu else "cpu",
+            "threads": self.threads,
+            "environment": environment(),
+        }
 
 
 def share_out(allowed: list[set[int]], rank: int) -> tuple[int, ...]:
@@ -64,6 +73,7 @@ def take_hardware(comm: Communicator, config: ParallelConfig) -> Hardware:
     return Hardware(device, threads, cores)
 
 
+@cache
 def environment() -> dict[str, str]:
     """What can change the bits of a run on this rank, and is no setting: the processor, and versions of libraries."""
     return {

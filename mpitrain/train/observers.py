@@ -23,7 +23,7 @@ from mpitrain.monitor.trace.tracer import Traced, Tracer
 from mpitrain.sharding.unit.registry import slices_of
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.hardware import Hardware, environment, memory_bytes, memory_of_rank
+from mpitrain.train.hardware import Hardware, memory_bytes, memory_of_rank
 from mpitrain.train.passes import Passes
 from mpitrain.train.run import Run
 
@@ -88,9 +88,7 @@ class Observers:
         (vendor,) = self._total(math.nan if own is None else own)
         self.monitor.begin(
             source=source,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            threads=hardware.threads,
-            environment=environment(),
+            **hardware.described(),
             layout={name: mesh[name].size for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
             work=(mesh["pp"].rank, sum(prod(each.box.full_shape) for each in sharding.sharded_params(self._model))),
             parameters=num_parameters(sizes),

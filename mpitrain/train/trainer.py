@@ -49,7 +49,7 @@ class Trainer:
         self._folder = SharedFolder(config, comm, self.run)
         check_evaluation(config, comm, has_start=self._folder.start is not None)
 
-        work = Workload(config, comm, self.hardware.device, start=self._folder.start, lasting=lasting)
+        work = Workload(config, comm, self.hardware, start=self._folder.start, lasting=lasting)
         self._work, self.mesh, self.batches = work, work.mesh, work.batches
         self.model, self.passes, self.optimizer = work.model, work.passes, work.optimizer
         self.stepper, self.diloco = work.stepper, work.diloco

@@ -18,6 +18,7 @@ from mpitrain.sharding.unit.registry import slices_of
 from mpitrain.train.batches.rank_batches import RankBatches
 from mpitrain.train.checkpoints.saving import settle_wires
 from mpitrain.train.endurance import Lasting
+from mpitrain.train.hardware import Hardware
 from mpitrain.train.model import make_diloco, make_model, make_optimizer
 from mpitrain.train.steps.stepper import Stepper
 
@@ -28,7 +29,7 @@ class Workload:
     Args:
         config: the settings.
         comm: the ranks of the run.
-        device: on which this rank computes.
+        hardware: of this rank, which computes on its device.
         start: the checkpoint from which the run continues; None without one.
         lasting: of an elastic run; None for another run.
 
@@ -40,11 +41,12 @@ class Workload:
         self,
         config: Config,
         comm: Communicator,
-        device: torch.device,
+        hardware: Hardware,
         *,
         start: Path | ckpt.Url | None,
         lasting: Lasting | None,
     ) -> None:
+        self.hardware, device = hardware, hardware.device
         known = None if lasting is None else lasting.found
         self.found = load_data(config.data, comm, batch=config.train.batch) if known is None else known
         with comm.together():

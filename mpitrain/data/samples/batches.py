@@ -15,6 +15,7 @@ from collectives import Communicator, Mesh
 from mpitrain.data.samples.randomness import generators_kept
 from mpitrain.data.samples.rows import Collate, IterableRows, MapRows, Place, Rows, Share, set_epoch
 from mpitrain.data.samples.workers import check_start, deaths_of_workers, launcher_variables_dropped, started
+from mpitrain.sharding.slices import Slices
 
 _DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 
@@ -49,11 +50,16 @@ class Batches(ABC):
 
 
 class DatasetBatches(Batches):
-    """The batches of a dataset whose samples `rows` divides between the ranks. Its state is a place, at any number of ranks."""
+    """The batches of a dataset whose samples `rows` divides between the ranks. Its state is a place, at any number of ranks.
 
-    def __init__(self, rows: Rows, comm: Communicator, data: Communicator, *, workers: int) -> None:
+    `num_repeated`: with slices, the last rounds of a step that run the first slice again.
+    """
+
+    def __init__(
+        self, rows: Rows, comm: Communicator, data: Communicator, *, workers: int, num_repeated: int = 0
+    ) -> None:
         super().__init__(comm, data)
-        self._rows, self._num_workers = rows, workers
+        self._rows, self._num_workers, self._num_repeated = rows, workers, num_repeated
         self._place = rows.place
         self._iterator: Iterator[tuple[Place, Any]] | None = None
 
@@ -65,7 +71,7 @@ class DatasetBatches(Batches):
             self._iterator = None  # it may have passed a batch that other ranks do not have
             raise
         self._place, self.step = place, self.step + 1
-        return batch
+        return [*batch, *batch[:1] * self._num_repeated] if self._rows.share.is_sliced else batch
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, **self._place._asdict(), **self._order()}
@@ -156,6 +162,7 @@ def batches(
     shuffle: bool | None = None,
     collate: Collate | None = None,
     workers: int = 0,
+    slices: int = 0,
 ) -> Batches:
     """The batches of a dataset for a training loop, without end. Each step gives this rank's part of the global batch. Collective.
 
@@ -172,28 +179,31 @@ def batches(
             told the number of each epoch by `set_epoch`, if they have it.
         mesh: of the model. The ranks along dp_replicate, dp_shard and cp share a global batch, the others get the same rows. A
             Communicator: all of its ranks share it; None: `collectives.world()`.
-        batch: samples in a global batch. Rank r of n has the rows batch * r // n to batch * (r + 1) // n - 1.
+        batch: samples in a global batch. Without slices rank r of n has the rows batch * r // n to batch * (r + 1) // n - 1.
         seed: of the order, and of Python's, NumPy's and torch's generators of random numbers, which are seeded for each sample.
         shuffle: of a map-style dataset; None: True.
         collate: makes a batch of the samples of this rank, a list; None: torch's default_collate.
         workers: processes of this rank that make batches ahead; 0: the rank makes them itself. They are started by spawn, so they
             import the main program: it has to stand under `if __name__ == "__main__":`. An iterable dataset has one at most.
+        slices: of the model (`fully_shard(slices=)`), a divisor of `batch`. Then each step gives a list of batches: this rank's slices,
+            in the order of `mpitrain.rounds(model)`. A rank reads the rows of its own slices alone (of an iterable dataset it reads all
+            samples). In a round that does not count, it gets the first slice again. 0: no slices.
 
     Raises:
         TypeError: a DataLoader without a state, or a dataset that is none of these.
-        ValueError: fewer rows than ranks, a dataset that is empty or has another length on another rank, settings of another kind of
-            dataset, or a DataLoader that forks.
+        ValueError: fewer rows or slices than ranks, a dataset that is empty or has another length on another rank, settings of another
+            kind of dataset, or a DataLoader that forks.
     """
     comm, data = _groups(mesh)
     with comm.together():
         if isinstance(dataset, DataLoader):
-            _check_loader(dataset, batch=batch, shuffle=shuffle, collate=collate, workers=workers)
+            _check_loader(dataset, batch=batch, shuffle=shuffle, collate=collate, workers=workers, slices=slices)
             return LoaderBatches(dataset, comm, data)
         if batch is None or batch < data.size:
             raise ValueError(f"batches: expected batch, at least one sample for each of {data.size} ranks, got {batch}")
         if workers < 0:
             raise ValueError(f"batches: expected workers of at least 0, got {workers}")
-        share = Share(batch, batch * data.rank // data.size, batch * (data.rank + 1) // data.size)
+        share, num_repeated = _share(batch, slices, data)
         rows = _rows(dataset, share, seed, shuffle, collate or default_collate)
         if isinstance(rows, IterableRows) and workers > 1:
             raise ValueError(
@@ -203,7 +213,7 @@ def batches(
     with comm.together():
         if len({*lengths}) > 1:
             raise ValueError(f"batches: expected the same dataset on all ranks, got the lengths {lengths[:8]}")
-    return DatasetBatches(rows, comm, data, workers=workers)
+    return DatasetBatches(rows, comm, data, workers=workers, num_repeated=num_repeated)
 
 
 def _groups(mesh: Mesh | Communicator | None) -> tuple[Communicator, Communicator]:
@@ -212,6 +222,20 @@ def _groups(mesh: Mesh | Communicator | None) -> tuple[Communicator, Communicato
         return mesh.comm, mesh[tuple(name for name in mesh.axes if name in _DATA_AXES)]
     comm = mesh or collectives.world()
     return comm, comm
+
+
+def _share(batch: int, slices: int, data: Communicator) -> tuple[Share, int]:
+    """This rank's rows, and with slices the number of its rounds that repeat one."""
+    if not slices:
+        return Share(batch, ((batch * data.rank // data.size, batch * (data.rank + 1) // data.size),)), 0
+    if slices < data.size or slices & (slices - 1) or batch % slices:
+        raise ValueError(
+            f"batches: slices: expected a power of two that divides batch={batch}, and at least one slice for each of {data.size} "
+            f"ranks, got {slices}"
+        )
+    its = Slices(slices, data.size, data.rank)
+    parts = tuple(its.rows(number, batch) for number, counts in its.rounds if counts)
+    return Share(batch, parts, is_sliced=True), its.num_rounds - len(parts)
 
 
 def _rows(dataset: Any, share: Share, seed: int, shuffle: bool | None, collate: Collate) -> Rows:

@@ -6,7 +6,7 @@ the number of ranks or workers either.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, cycle
+from itertools import count, cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +27,17 @@ class Place(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The part of each global batch that belongs to one rank: the rows `lo` to `hi - 1` of `batch`."""
+    """The part of each global batch of `batch` rows that belongs to one rank: the rows `begin` to `end - 1` of each (begin, end)."""
 
     batch: int
-    lo: int
-    hi: int
+    parts: tuple[tuple[int, int], ...]
+    is_sliced: bool = False
+    """Whether the parts are slices, each of which is a batch of its own."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The numbers of all rows."""
+        return [row for part in self.parts for row in range(*part)]
 
 
 class Rows(IterableDataset[tuple[Place, Any]]):
@@ -47,6 +53,13 @@ class Rows(IterableDataset[tuple[Place, Any]]):
     def __init__(self, dataset: Any, share: Share, *, seed: int, collate: Collate) -> None:
         self.dataset, self.share, self.seed, self._collate = dataset, share, seed, collate
         self.place = Place(0, 0)
+
+    def _made(self, samples: list[Any]) -> Any:
+        """The batch of this rank's samples, in the order of the rows; or a list of the batches of its slices."""
+        if not self.share.is_sliced:
+            return self._collate(samples)
+        left = iter(samples)
+        return [self._collate(list(islice(left, end - begin))) for begin, end in self.share.parts]
 
 
 class MapRows(Rows):
@@ -65,12 +78,12 @@ class MapRows(Rows):
 
     def _rows(self, begin: int) -> Any:
         """This rank's rows of the global batch whose first sample is the number `begin` of the run."""
-        epochs, places = np.divmod(np.arange(begin + self.share.lo, begin + self.share.hi), self.num_samples)
+        epochs, places = np.divmod(begin + np.array(self.share.rows), self.num_samples)
         indices = places.copy()
         for epoch in np.unique(epochs) if self.is_shuffled else ():
             keys = keys_of(self.seed, "samples", epoch)
             indices[epochs == epoch] = permute(places[epochs == epoch], self.num_samples, keys)
-        return self._collate([self._sample(*each) for each in np.stack((epochs, places, indices), axis=1).tolist()])
+        return self._made([self._sample(*each) for each in np.stack((epochs, places, indices), axis=1).tolist()])
 
     def _sample(self, epoch: int, place: int, index: int) -> Any:
         seed_generators(self.seed, "sample", epoch, place)
@@ -82,11 +95,12 @@ class IterableRows(Rows):
 
     def __iter__(self) -> Iterator[tuple[Place, Any]]:
         mine: list[Any] = []
+        rows = set(self.share.rows)
         for row, (after, sample) in zip(cycle(range(self.share.batch)), self._samples(), strict=False):
-            if self.share.lo <= row < self.share.hi:
+            if row in rows:
                 mine.append(sample)
             if row == self.share.batch - 1:
-                yield after, self._collate(mine)
+                yield after, self._made(mine)
                 mine = []
 
     def _samples(self) -> Iterator[tuple[Place, Any]]:

@@ -11,8 +11,9 @@ from ckpt.commands.terminal import shown_progress
 from ckpt.format.manifest import FILE_NAME
 from ckpt.reading.checkpoint import Checkpoint
 from mpitrain.monitor.diff.conditions import Condition, differing, of_checkpoint
+from mpitrain.monitor.reading.words import counted
 
-_OF_CONDITIONS = {"config", "num_ranks", "collectives", "wires", "lease", "lease_run"}
+_OF_CONDITIONS = {"config", "num_ranks", "collectives", "hardware", "wires", "lease", "lease_run"}
 """Keys of the meta that tell of the conditions of a run. The others are a part of its state."""
 _GENERATORS = "random/states"
 """A row for each rank, so the ranks and what they do decide the values."""
@@ -53,9 +54,24 @@ def common_names(a: Path, b: Path) -> list[str]:
     return sorted(found, key=_natural)
 
 
+def heading(checkpoint: Checkpoint) -> str:
+    """What is known of a checkpoint and of the ranks that saved it, in a line."""
+    meta = checkpoint.meta
+    hardware = of_checkpoint(meta, checkpoint.num_ranks).hardware
+    ranks, threads, device = (hardware.get(name) for name in ("ranks", "threads", "device"))
+    words = [f"step {meta['step']:,}"] if isinstance(meta.get("step"), int) else []
+    words.append(counted(ranks, "rank") if ranks else "number of ranks unknown")
+    if isinstance(threads, int):
+        words[-1] += f" with {counted(threads, 'thread')} each"
+    if isinstance(device, str):
+        words.append("CPU" if device == "cpu" else device)
+    versions = [f"{name} {hardware[name]}" for name in ("torch", "numpy") if name in hardware]
+    return " · ".join([*words, *([", ".join(versions)] if versions else [])])
+
+
 def compare(a: Checkpoint, b: Checkpoint, only: Sequence[str] | None) -> CheckpointDifference:
     """Compare two checkpoints, in a few tens of MiB of memory. `only`: as in `ckpt.check.comparing`. CheckpointError for damage."""
-    conditions = differing(of_checkpoint(a.meta), of_checkpoint(b.meta))
+    conditions = differing(*(of_checkpoint(each.meta, each.num_ranks) for each in (a, b)))
     with shown_progress(f"comparing {a.path.name}", a.nbytes) as progress:
         found = compare_all(a, b, only=only, progress=progress)
     tensors, num, left_out = found.tensors, found.num_compared, ""
@@ -66,7 +82,7 @@ def compare(a: Checkpoint, b: Checkpoint, only: Sequence[str] | None) -> Checkpo
         left_out = f"{_GENERATORS}, the states of the ranks' generators, as ranks or layout differ"
         num -= 1
     return CheckpointDifference(
-        name=a.path.name,
+        name=a.path.name if a.path.name == b.path.name else f"{a.path.name} and {b.path.name}",
         a=str(a.path),
         b=str(b.path),
         conditions=conditions,

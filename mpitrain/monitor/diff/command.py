@@ -11,7 +11,7 @@ from ckpt.format.manifest import FILE_NAME, CheckpointError
 from ckpt.reading.checkpoint import open_checkpoint
 from ckpt.storage.places import Place, place_of
 from ckpt.storage.remote import Url
-from collectives.commands.terminal import console
+from collectives.commands.closed_pipe import ends_with_its_reader
 from mpitrain.monitor.diff import checkpoints, conditions, metrics
 from mpitrain.monitor.diff import printing as shown
 from mpitrain.monitor.diff.checkpoints import CheckpointDifference
@@ -28,10 +28,8 @@ def main(words: Sequence[str]) -> int:
     """Compare two runs or two checkpoints; returns the exit code: 0 for the same bits, 1 for a difference, 2 for bad input."""
     options = _parser().parse_args(words)
     try:
-        return _compare(options)
-    except BrokenPipeError:  # `| head` has ended
-        console().on_broken_pipe()  # ends with code 1
-        raise
+        with ends_with_its_reader():
+            return _compare(options)
     except (ValueError, OSError, CheckpointError) as error:
         sys.stdout.flush()
         print(f"mpitrain: error: diff: {error}", file=sys.stderr)
@@ -82,13 +80,14 @@ def _run(place: Place) -> RunRecord:
 
 
 def _compare_checkpoints(a: Place, b: Place, options: argparse.Namespace) -> int:
-    found = checkpoints.compare(open_checkpoint(a), open_checkpoint(b), options.only)
+    opened = {"A": open_checkpoint(a), "B": open_checkpoint(b)}
+    found = checkpoints.compare(opened["A"], opened["B"], options.only)
     if options.only and not found.num_seen:
         raise _nothing(options.only)
     if options.json:
         print_json(_to_dict(found))
     out = shown.reporter(quiet=options.json)
-    shown.say(out, f"A  {found.a}", f"B  {found.b}")
+    shown.say(out, *(f"{side}  {each.path}: {checkpoints.heading(each)}" for side, each in opened.items()))
     shown.print_conditions(out, found.conditions)
     shown.print_checkpoint(out, found)
     if found:

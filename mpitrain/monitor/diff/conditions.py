@@ -41,6 +41,9 @@ class Condition(NamedTuple):
     b: str
     effect: Effect
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.a or 'unset'} -> {self.b or 'unset'}"
+
 
 _SLICES = "train.slices"
 _OF_ORDER = {"train.accumulate", "train.elastic", _SLICES}
@@ -54,20 +57,23 @@ _HARMLESS = {
     "run", "resume", "parallel.bind", "data.processes", "data.cache", "data.cache_bytes", "train.min_ranks", "train.copy_every",
     "train.check_every", "train.eval_every", "train.eval_only", "train.sample_bytes", "train.sample_prompt", "train.sample_temperature",
 }  # fmt: skip
-_SUMMED_IN_THE_TREE = {
+_KEPT_BY_SLICES = {
     "ranks", "hosts", "algorithms", "layout.pp", "layout.dp_replicate", "layout.dp_shard", "parallel.stage", "parallel.copies",
     "parallel.storage", "parallel.pipeline", "parallel.schedule", "parallel.stages_per_rank", "parallel.reshard_after_forward",
-    "train.accumulate", "train.elastic",
+    "parallel.checkpoint_activations", "parallel.partition_activations", "parallel.offload_activations", "train.accumulate",
+    "train.elastic",
 }  # fmt: skip
-"""With `train.slices` the sums over ranks have one order."""
+"""With `train.slices` the sums over ranks have one order, and the same operations are computed again."""
+_FOLLOW = {"parallel.threads": "threads", "parallel.device": "device"}
+"""Settings that say nothing if the hardware is known, and the hardware that follows from them."""
 
 
 def effect_of(name: str, *, has_slices: bool) -> Effect:
-    """The effect of a change. has_slices: both runs have the same number of slices above 0."""
+    """The effect of a change. has_slices: both runs have slices; their number is a condition of its own."""
     section = name.partition(".")[0]
     if name in _HARMLESS or section in ("checkpoint", "log"):
         return Effect.NONE
-    if has_slices and name in _SUMMED_IN_THE_TREE:
+    if has_slices and name in _KEPT_BY_SLICES:
         return Effect.KEPT
     if name in _OF_VALUES or (section in ("model", "data", "optim", "train") and name not in _OF_ORDER):
         return Effect.VALUES
@@ -76,17 +82,31 @@ def effect_of(name: str, *, has_slices: bool) -> Effect:
 
 def differing(a: Conditions, b: Conditions) -> list[Condition]:
     """The conditions that differ, the harmless ones last. Settings that are known of one run alone are left out."""
-    slices = a.settings.get(_SLICES)
-    has_slices = bool(slices) and slices == b.settings.get(_SLICES)
+    has_slices = bool(a.settings.get(_SLICES) and b.settings.get(_SLICES))
     rows = settings_of([a.hardware, b.hardware])
     if a.settings and b.settings:
         rows += settings_of([a.settings, b.settings])
     found = [
         Condition(name, values[0], values[1], effect_of(name, has_slices=has_slices))
         for name, values, differs in rows
-        if differs
+        if differs and not {_FOLLOW.get(name)} & a.hardware.keys() & b.hardware.keys()
     ]
     return sorted(found, key=lambda each: each.effect is Effect.NONE)
+
+
+def changes_of_bits(then: Conditions, now: Conditions) -> list[Condition]:
+    """What can change the bits of a run that was saved and goes on now. Empty without slices: then nobody expects the same bits.
+
+    Hardware that is unknown, as of older checkpoints, is left out.
+    """
+    if not (then.settings.get(_SLICES) or now.settings.get(_SLICES)):
+        return []
+    known = then.hardware.keys() & now.hardware.keys()
+    its = [
+        each._replace(hardware={name: value for name, value in each.hardware.items() if name in known})
+        for each in (then, now)
+    ]
+    return [each for each in differing(*its) if each.effect in (Effect.VALUES, Effect.BITS)]
 
 
 def of_run(run: RunRecord) -> Conditions:
@@ -111,12 +131,17 @@ def _of_start(event: Mapping[str, Any]) -> dict[str, Any]:
     return found | (environment if isinstance(environment, dict) else {})
 
 
-def of_checkpoint(meta: Mapping[str, Any]) -> Conditions:
-    """Of the run that saved a checkpoint: the settings, the number of ranks, and the table of algorithms. Empty for other programs."""
+def of_checkpoint(meta: Mapping[str, Any], num_ranks: int = 0) -> Conditions:
+    """Of the run that saved a checkpoint: its settings, the hardware, and the table of algorithms, as far as the meta has them.
+
+    `num_ranks`: from the manifest, for checkpoints of other programs; 0 if it is unknown.
+    """
     hardware: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    if isinstance(meta.get("num_ranks"), int):
-        hardware["ranks"] = meta["num_ranks"]
+    if isinstance(number := meta.get("num_ranks", num_ranks), int) and number:
+        hardware["ranks"] = number
+    if isinstance(its := meta.get("hardware"), dict):
+        hardware |= _of_start(its)
     if isinstance(table := meta.get("collectives"), dict):  # what `auto` takes for each collective
         digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
         hardware["algorithms"] = f"table {digest[:8]}"

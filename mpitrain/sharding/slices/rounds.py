@@ -3,6 +3,7 @@
 The slices are dealt to the ranks in turn, so that those of one round are neighbours in the tree, and few sums wait for others.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +44,19 @@ class Slices:
         """This rank's rounds of a step."""
         numbers = range(self.rank, self.num_rounds * self.num_ranks, self.num_ranks)
         return [Round(number, True) if number < self.count else Round(self.rank, False) for number in numbers]
+
+    def rows(self, number: int, batch: int) -> tuple[int, int]:
+        """The first row of slice `number` in a global batch of `batch` rows, a multiple of the slices, and the row after its last."""
+        length = batch // self.count
+        return number * length, (number + 1) * length
+
+    def at_places(self, values: Iterable[tuple[int, float]]) -> list[float]:
+        """A number for each slice, for a message that all ranks add up: the sum of this rank's `values` of it (number of the slice,
+        value), or 0. A slice is of one rank, so the message is exact."""
+        places = [0.0] * self.count
+        for number, value in values:
+            places[number] += value
+        return places
 
     @property
     def num_waiting(self) -> int:

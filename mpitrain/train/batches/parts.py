@@ -23,8 +23,7 @@ def parts_of(batch: int, data: Communicator, slices: Slices | None, *, num_micro
     Without slices the ranks have equal numbers of rows, or one more or less.
     """
     if slices is not None:
-        length = batch // slices.count
-        return [Part(number * length, (number + 1) * length, number, counts) for number, counts in slices.rounds]
+        return [Part(*slices.rows(number, batch), number, counts) for number, counts in slices.rounds]
     begin, end = batch * data.rank // data.size, batch * (data.rank + 1) // data.size
     cuts = [begin + (end - begin) * n // num_micro for n in range(num_micro + 1)]
     return [Part(first, last) for first, last in pairwise(cuts)]

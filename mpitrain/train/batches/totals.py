@@ -30,11 +30,9 @@ class LossTotal:
         """This rank's numbers. `losses`: of each micro-batch, of one or several global batches, the sum over its targets."""
         if self._slices is None:
             return [float(reduce(add, losses))]
-        values = [0.0] * self._slices.count
-        for batch, loss in zip(batches, losses, strict=True):
-            assert batch.slice is not None
-            values[batch.slice] += float(loss)  # 0 for a slice that is repeated: none of its targets counts
-        return values
+        # The loss of a slice that is repeated is 0: none of its targets counts.
+        numbers = [batch.slice for batch in batches if batch.slice is not None]
+        return self._slices.at_places(zip(numbers, map(float, losses), strict=True))
 
     def total(self, sums: Sequence[float]) -> float:
         """The total; each target counts as often as ranks have it."""

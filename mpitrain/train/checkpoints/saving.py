@@ -17,6 +17,7 @@ from collectives import Communicator
 from mpitrain.config import CheckpointConfig, Config, ConfigError, ParallelConfig, differences, from_text, to_toml
 from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
+from mpitrain.monitor.diff.conditions import changes_of_bits, of_checkpoint
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import DiLoCo
 from mpitrain.sharding.slices.api import seed_all
@@ -57,15 +58,14 @@ def collect(
     health: dict[str, Any],
     fingerprint: str,
     data: tuple[dict[str, Any], dict[str, Any]],
+    hardware: dict[str, Any],
     lease: Lease | None = None,
 ) -> state.Collected:
-    """The state after `step` steps. `parallel`: of `settle_wires`. `data`: of `RankBatches.state`. Collective if the model is a
-    pipeline."""
+    """The state after `step` steps. `parallel`: of `settle_wires`. `data`: of `RankBatches.state`. `hardware`: of
+    `Hardware.described`. Collective if the model is a pipeline."""
     meta: dict[str, Any] = {
         "step": step,
-        "config": to_toml(config),
-        "num_ranks": comm.size,
-        "collectives": comm.table.to_dict(),  # the choice of algorithms decides the order of additions
+        **_conditions(config, comm, hardware),
         "data": {"fingerprint": fingerprint, "seed": config.train.seed, "next_sample": next_sample},
     }
     if any(getattr(config.parallel, name) != "fp32" for name in _WIRES):
@@ -83,6 +83,16 @@ def collect(
         rows = random_states.pack(_device(model))
         tensors[_RANDOM] = ckpt.Shard(rows, (comm.size, rows.shape[1]), (comm.rank, 0))
     return state.collect(model, optimizer, meta=meta, tensors=tensors)
+
+
+def _conditions(config: Config, comm: Communicator, hardware: dict[str, Any]) -> dict[str, Any]:
+    """What the bits of a run depend on, besides its state: a part of the meta. `mpitrain.monitor.diff.conditions` reads it."""
+    return {
+        "config": to_toml(config),
+        "num_ranks": comm.size,
+        "collectives": comm.table.to_dict(),  # the choice of algorithms decides the order of additions
+        "hardware": hardware,
+    }
 
 
 def write(
@@ -109,10 +119,12 @@ def load(
     comm: Communicator,
     fingerprint: str,
     seed_of: int,
+    hardware: dict[str, Any],
     room: Callable[[Mapping[str, Any]], dict[str, np.ndarray]],
     is_own: bool,
 ) -> Resumed:
-    """Load a state that `save` wrote on any number of ranks. Collective. `parallel`: of `settle_wires`. `room`: see `RankBatches.room`.
+    """Load a state that `save` wrote on any number of ranks. Collective. `parallel`: of `settle_wires`. `hardware`: of
+    `Hardware.described`. `room`: see `RankBatches.room`.
 
     `is_own`: of this run. From the state of another run the model goes on with other data, too, which begin anew.
 
@@ -173,6 +185,15 @@ def load(
     for line in differences(saved, config):
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
+    if not config.train.eval_only:
+        changes = changes_of_bits(of_checkpoint(meta), of_checkpoint(_conditions(config, comm, hardware)))
+        if meta["data"]["fingerprint"] == fingerprint:  # the same data at another place
+            changes = [each for each in changes if each.name != "data.path"]
+        if changes:
+            remarks.append(
+                "from here on the bits may differ from those of a run without this stop (train.slices), because of "
+                + ", ".join(map(str, changes))
+            )
     return Resumed(
         step, meta["data"]["next_sample"], documents, of_data, meta.get("stepper", {}), remarks, meta.get("health", {})
     )  # fmt: skip

@@ -48,6 +48,7 @@ class TrainingState:
             fingerprint=work.found.fingerprint,
             data=work.batches.state(self.step),
             lease=self._lease(),
+            hardware=work.hardware.described(),
         )
 
     def load(self, source: Source, *, is_own: bool = True) -> list[str]:
@@ -65,6 +66,7 @@ class TrainingState:
             comm=self._comm,
             fingerprint=work.found.fingerprint,
             seed_of=work.seed_of,
+            hardware=work.hardware.described(),
             room=batches.room,
             is_own=is_own,
         )

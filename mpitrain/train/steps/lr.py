@@ -24,7 +24,8 @@ def learning_rate(config: Config, step: int) -> float:
         return highest * (step + 1) / warmup
     begin = warmup
     if optim.schedule == "wsd":
-        begin = max(warmup, last - round(last * (_DECAY_RATIO if optim.decay_ratio is None else optim.decay_ratio)))
+        falling = round(last * (_DECAY_RATIO if optim.decay_ratio is None else optim.decay_ratio))
+        begin = max(warmup, last - max(falling, 1))
     progress = min(max(step - begin, 0) / max(last - begin, 1), 1.0)
     lowest = highest * optim.min_lr_ratio
     return lowest + (highest - lowest) * _FALLS[optim.schedule](progress)

@@ -59,6 +59,44 @@ def test_the_batches_of_one_rank_go_on_from_a_checkpoint(
     itself.free()
 
 
+class Read(Numbers):
+    """Numbers that keep the places that were read."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("kind", [Read, Stream])
+def test_each_rank_reads_its_own_slices(kind: type[Any], comm: Communicator) -> None:
+    count, batch = 4, 8
+    itself = comm.split(comm.rank)
+    alone = [torch.stack(each, 1) for each in first(STEPS, batches(kind(30), itself, batch=batch, seed=5))]
+    dataset = kind(30)
+    made = batches(dataset, comm, batch=batch, seed=5, slices=count)
+    model = mpitrain.fully_shard(torch.nn.Linear(2, 2), comm, slices=count)
+    for step in range(STEPS):
+        if step == 4:  # the state is the same with and without slices
+            state = made.state_dict()
+            made = batches(dataset, comm, batch=batch, seed=5, slices=count)
+            made.load_state_dict(state)
+        its, rounds = next(made), mpitrain.rounds(model)
+        assert len(its) == len(rounds)
+        for (number, _), of_slice in zip(rounds, its, strict=True):
+            assert torch.equal(torch.stack(of_slice, 1), alone[step][2 * number : 2 * number + 2])
+    if isinstance(dataset, Read):
+        num_own = sum(counts for _, counts in mpitrain.rounds(model))
+        assert len(dataset.read) == STEPS * num_own * batch // count, "and no others"
+    for slices in (6, 16, 1 if comm.size > 1 else 3):
+        with pytest.raises(ValueError, match=f"expected a power of two that divides batch=8, .*got {slices}"):
+            batches(dataset, comm, batch=batch, slices=slices)
+    itself.free()
+
+
 @pytest.mark.ranks(2)
 def test_workers_are_plain_programs_that_make_the_same_batches(comm: Communicator) -> None:
     expected = [whole(batch, comm) for batch in first(5, batches(Stream(7), comm, batch=2))]

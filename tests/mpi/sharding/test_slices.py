@@ -1,6 +1,9 @@
 """Models with slices: the same bits at any number of ranks. Rank 0 computes the expected bits by itself, with plain torch."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator
+from mpitrain.axes import group_of
 
 COUNT = 8  # slices
 
@@ -108,6 +112,38 @@ def test_a_step_that_is_not_complete(comm: Communicator) -> None:
         assert all(torch.equal(found[name], expected) for name, expected in _expected().items()), "begun again"
     with pytest.raises(ValueError, match="added up slice by slice"), model.no_sync():
         pass
+
+
+def test_the_mean_of_a_number_of_each_slice(comm: Communicator) -> None:
+    model = mpitrain.fully_shard(_model(), comm, slices=COUNT)
+    generator = torch.Generator().manual_seed(2)
+    losses = torch.randn(COUNT, generator=generator).double() * 10.0 ** torch.arange(COUNT)
+    nodes = losses.tolist()
+    while len(nodes) > 1:
+        nodes = [left + right for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
+    mine = [losses[number] if counts else losses[number] * 9 for number, counts in mpitrain.rounds(model)]
+    assert mpitrain.slice_mean(model, mine) == nodes[0] / COUNT
+    with pytest.raises(ValueError, match=rf"a number for each of {len(mine)} rounds, got {len(mine) + 1}"):
+        mpitrain.slice_mean(model, [*mine, 0.0] if comm.rank == comm.size - 1 else mine)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "reproducibility.md"
+
+
+def test_the_program_in_the_docs(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code = compile(program + "    means.append((mean, norm.item()))\n", PAGE.name, "exec")
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of the tests
+    found = []
+    for world in (comm, group_of(comm, 1)):
+        monkeypatch.setattr("collectives.world", lambda world=world: world)
+        names: dict[str, Any] = {"means": []}
+        exec(code, names)
+        found.append((names["means"], mpitrain.full_state_dict(names["model"])))
+    (means, state), (alone, state_alone) = found
+    assert means == alone and len(means) == 10 and means[-1][0] < means[0][0]
+    assert state.keys() == (state_alone.keys() if comm.rank == 0 else set())
+    assert all(torch.equal(state[name], state_alone[name]) for name in state)
 
 
 def test_arguments(comm: Communicator) -> None:

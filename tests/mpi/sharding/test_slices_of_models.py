@@ -240,7 +240,13 @@ def test_the_main_job_draws_by_step_and_slice(
     comm.barrier()
     alone = made(group_of(comm, 1), tmp_path / "alone", "--resume", str(trainer.run.checkpoint(2)))
     remarks = alone.load(trainer.run.checkpoint(2))
-    assert not [line for line in remarks if "random" in line]
+    assert not [line for line in remarks if "random" in line or "bits" in line]
+    other = made(group_of(comm, 1), tmp_path / "other", "--train.slices", "8", "--parallel.threads", "2")
+    torch.set_num_threads(1)
+    assert other.load(trainer.run.checkpoint(2))[-1] == (
+        "from here on the bits may differ from those of a run without this stop (train.slices), because of threads 1 -> 2, "
+        "train.slices 4 -> 8"
+    )
     alone.fit()
     ckpt.wait()
     found = tensors(trainer.run.checkpoint(4))

@@ -47,7 +47,7 @@ def make():
         "opt/s": Tensor(name="opt/s", dtype="int64", shape=(), blocks=(StoredBlock(1, 0, (), (), "9" * 16),)),
         "opt/e": Tensor(name="opt/e", dtype="int64", shape=(0, 5), blocks=()),
     }
-    return Manifest(files, tensors, {"step": 3, "lr": [0.1, None]}, sequence=4, saved=1.5)
+    return Manifest(files, tensors, {"step": 3, "lr": [0.1, None]}, sequence=4, saved=1.5, num_ranks=2)
 
 
 def forge(edit, data=None):
@@ -79,12 +79,14 @@ def test_every_truncation_is_noticed():
 def test_version_1_is_read():
     def older(header, meta, tensors):
         header["version"] = 1
+        del header["ranks"]
         for file in header["files"]:
             del file["rest"]
         del tensors[0]["axes"]
 
     manifest = decode(forge(older))
     assert manifest.tensors.keys() == make().tensors.keys() and manifest.files[0].rest is None
+    assert manifest.num_ranks == 0
 
 
 def test_what_came_with_version_3_is_not_read_by_older_programs():

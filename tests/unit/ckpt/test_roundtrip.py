@@ -28,7 +28,7 @@ def small_chunks(monkeypatch):
     """Checksums of 64 bytes each, so that small tensors have many."""
     monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
     plain = describing.Manifest
-    monkeypatch.setattr(describing, "Manifest", lambda *args: plain(*args, chunk_bytes=64))
+    monkeypatch.setattr(describing, "Manifest", lambda *args, **known: plain(*args, **known, chunk_bytes=64))
 
 
 def test_every_dtype_and_shape_bit_for_bit(tmp_path):

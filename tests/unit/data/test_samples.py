@@ -24,7 +24,7 @@ BATCH, STEPS = 7, 12  # several epochs of 23 samples, which 7 does not divide
 
 
 def rows_of(dataset: Any, size: int, rank: int, seed: int = 3) -> Rows:
-    share = Share(BATCH, BATCH * rank // size, BATCH * (rank + 1) // size)
+    share = Share(BATCH, ((BATCH * rank // size, BATCH * (rank + 1) // size),))
     if isinstance(dataset, Stream):
         return IterableRows(dataset, share, seed=seed, collate=list)
     return MapRows(dataset, share, seed=seed, collate=list, is_shuffled=True)
@@ -118,7 +118,7 @@ def test_samples_of_tar_files(tmp_path: Path) -> None:
             number = numbers[index]
             assert copy[index] == (number, f"the number {number}", f"pairs/{number:04}")
     assert [sample[0] for sample in samples] == numbers  # type: ignore[attr-defined]
-    rows = MapRows(samples, Share(14, 0, 14), seed=0, collate=list, is_shuffled=True)
+    rows = MapRows(samples, Share(14, ((0, 14),)), seed=0, collate=list, is_shuffled=True)
     assert sorted(sample[0] for sample in next(iter(rows))[1]) == sorted(numbers)
 
 

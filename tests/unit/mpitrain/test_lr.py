@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mpitrain.config import Config, OptimConfig, TrainConfig
@@ -59,6 +59,7 @@ def test_closed_forms_of_the_other_schedules() -> None:
     lowest=st.floats(0, 1),
     decay=st.floats(0.01, 1),
 )
+@example(schedule="wsd", steps=2, warmup=0, lowest=0.0, decay=0.5)  # half a step falls, too
 def test_what_every_schedule_has(schedule: str, steps: int, warmup: int, lowest: float, decay: float) -> None:
     """It rises in the warm-up, never rises after it, stays within its bounds, and ends where it should."""
     more = {"decay_ratio": decay} if schedule == "wsd" else {}

@@ -154,13 +154,28 @@ def test_records_that_are_short_damaged_or_repeated(tmp_path: Path, capsys: pyte
 
 def test_two_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = save(tmp_path / "a", tensors(), 2)
-    out = diff(capsys, a, save(tmp_path / "b", tensors(), 4, lease=3), code=0)
+    hardware = {"threads": 1, "device": "cpu", "environment": {"torch": "2.13", "numpy": "2.4"}}
+    out = diff(capsys, a, save(tmp_path / "b", tensors(), 4, lease=3, hardware=hardware), code=0)
     assert ["ranks", "2", "4", "may", "change", "bits"] in [line.split() for line in out.splitlines()]
+    assert f"A  {a}: step 20 · 2 ranks\n" in out
+    assert "b: step 20 · 4 ranks with 1 thread each · CPU · torch 2.13, numpy 2.4\n" in out
+    assert "a and b: the same bits in " in out
     out = diff(capsys, a, save(tmp_path / "c", tensors(), 2, data={"next_sample": 60}), code=1)
-    assert out.endswith("first difference of checkpoints: a, meta data.next_sample: nothing -> 60\n")
+    assert out.endswith("first difference of checkpoints: a and c, meta data.next_sample: nothing -> 60\n")
     fewer = {name: array for name, array in tensors().items() if name != "model/blocks.3.weight"}
     out = diff(capsys, a, save(tmp_path / "d", fewer | {"count": np.array([7])}, 2), code=1)
-    assert "only in A: model/blocks.3.weight\n" in out and out.endswith("a, count has another shape\n")
+    assert "only in A: model/blocks.3.weight\n" in out and out.endswith("a and d, count has another shape\n")
+
+
+def test_checkpoints_of_other_programs_tell_the_number_of_their_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ranks in (1, 3):
+        on_ranks(ranks, lambda comm, at=tmp_path / str(ranks): ckpt.save(at, {"w": np.zeros(3)}, comm=comm))
+    out = diff(capsys, tmp_path / "1", tmp_path / "3", code=0)
+    assert ["ranks", "1", "3", "may", "change", "bits"] in [line.split() for line in out.splitlines()]
+    assert f"A  {tmp_path / '1'}: 1 rank\n" in out and f"B  {tmp_path / '3'}: 3 ranks\n" in out
+    assert out.endswith("1 and 3: the same bits in 1 tensor\n")
 
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +209,7 @@ def test_effects_of_settings() -> None:
     """Names that no setting has would be mistakes, and each setting has an effect that somebody has thought of."""
     named = {
         name
-        for names in (conditions._OF_VALUES, conditions._HARMLESS, conditions._OF_ORDER, conditions._SUMMED_IN_THE_TREE)
+        for names in (conditions._OF_VALUES, conditions._HARMLESS, conditions._OF_ORDER, conditions._KEPT_BY_SLICES)
         for name in names
         if "." in name and not name.startswith("layout.")
     }
@@ -206,4 +221,36 @@ def test_effects_of_settings() -> None:
     assert effects["optim.lr"] == effects["train.seed"] == effects["parallel.wire"] == Effect.VALUES
     assert effects["log.every"] == effects["run"] == effects["train.eval_every"] == Effect.NONE
     assert effect_of("ranks", has_slices=True) == effect_of("parallel.stage", has_slices=True) == Effect.KEPT
+    assert effect_of("parallel.checkpoint_activations", has_slices=True) == Effect.KEPT
     assert effect_of("threads", has_slices=True) == effect_of("parallel.tensor", has_slices=True) == Effect.BITS
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "changes"),
+    [
+        ({}, {"threads": 2, "ranks": 3}, []),  # without slices
+        ({"slices": 4}, {"slices": 4, "ranks": 3, "stage": 1, "eval_every": 7}, []),
+        ({"slices": 4, "asked": 1}, {"slices": 4}, []),  # the same threads, which one of them has asked for
+        ({"slices": 4}, {"slices": 8, "threads": 2, "ranks": 3}, ["threads 1 -> 2", "train.slices 4 -> 8"]),
+        ({"slices": 4, "torch": "2.12"}, {"slices": 4, "batch": 8}, ["torch 2.12 -> 2.13", "train.batch 16 -> 8"]),
+        ({}, {"slices": 4, "ranks": 3}, ["ranks 2 -> 3", "train.slices 0 -> 4"]),
+        ({"slices": 4, "stage": 0}, {}, ["train.slices 4 -> 0", "parallel.stage 0 -> 3"]),
+        ({"slices": 4, "threads": None}, {"slices": 4, "threads": 2}, []),  # unknown, as in older checkpoints
+    ],
+)
+def test_what_changes_the_bits_of_a_run_with_slices_that_goes_on(
+    then: dict[str, Any], now: dict[str, Any], changes: list[str]
+) -> None:
+    def known(own: dict[str, Any]) -> conditions.Conditions:
+        has = {"slices": 0, "batch": 16, "eval_every": 0, "stage": 3, "ranks": 2, "threads": 1, "torch": "2.13"} | own
+        train = "".join(f"{name} = {has[name]}\n" for name in ("slices", "batch", "eval_every"))
+        asked = f"threads = {has['asked']}\n" if "asked" in has else ""
+        meta: dict[str, Any] = {
+            "config": f"[train]\n{train}[parallel]\nstage = {has['stage']}\n{asked}",
+            "num_ranks": has["ranks"],
+        }
+        if has["threads"] is not None:
+            meta["hardware"] = {"threads": has["threads"], "device": "cpu", "environment": {"torch": has["torch"]}}
+        return conditions.of_checkpoint(meta)
+
+    assert list(map(str, conditions.changes_of_bits(known(then), known(now)))) == changes

@@ -37,6 +37,25 @@ def test_a_line_for_each_way_that_is_asked_for(settings: dict[str, Any], used: d
     assert lines == ([line] if line else [])
 
 
+@pytest.mark.parametrize(
+    ("parallel", "threads", "line"),
+    [
+        ({}, 1, "4 slices: the same bits at 1 to 4 ranks"),
+        ({"pipeline": 2}, 3, "1 to 8 ranks with 3 threads each; another number of threads changes bits"),
+        (
+            {"tensor": 2},
+            2,
+            "2 to 8 ranks with parallel.tensor 2 and 2 threads each; another parallel.tensor or parallel.sequence or number of threads "
+            "changes bits",
+        ),
+    ],
+)
+def test_slices_and_what_their_bits_depend_on(parallel: dict[str, Any], threads: int, line: str) -> None:
+    config = Config(train=TrainConfig(slices=4, batch=8), parallel=ParallelConfig(**parallel))
+    (said,) = about_messages(config, config.parallel, num_nodes=1, on_gpus=False, threads=threads)
+    assert said.endswith(line)
+
+
 def test_slices_and_an_evaluation() -> None:
     lines = [
         about_messages(
