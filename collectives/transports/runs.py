@@ -5,6 +5,7 @@ it within each run of ranks, and sends the results to the owner. The ranks of a 
 array for each run, not one for each rank. The owner gets what it would have made of the ranks' parts itself.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,9 +97,13 @@ class Exchange:
         return [arrived[run] for run in sorted(arrived)]
 
     def _sender(self, node: int, owner: int) -> int:
-        """The rank that sends the parts of a node to an owner: on its own node the owner itself."""
+        """The rank that sends the parts of a node to an owner: on the owner's node itself, else the ranks take turns."""
         ranks = self._grid[node]
-        return ranks[self._place[owner][1] % len(ranks)]
+        if self._place[owner][0] == node:
+            return owner
+        return ranks[
+            (owner - bisect_left(ranks, owner)) % len(ranks)
+        ]  # the number of the owner among those of other nodes
 
     def _rooms(self, node: int, owner: int) -> list[int]:
         """The bytes of each run's part in the message of a node to an owner."""
