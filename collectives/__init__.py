@@ -15,6 +15,7 @@ from collectives.diagnosis import leave_together, on_all_ranks, set_deadline, se
 from collectives.launcher import is_live_terminal, launched_rank
 from collectives.progress.work import Work
 from collectives.selection.table import Table
+from collectives.transports.runs import Runs
 from collectives.transports.segments import EAGER_BYTES
 from collectives.transports.traffic import network_bytes
 
@@ -23,6 +24,7 @@ os.environ.setdefault("OMPI_MCA_btl_tcp_eager_limit", str(EAGER_BYTES))  # Open 
 __all__ = [
     "Communicator",
     "Mesh",
+    "Runs",
     "Table",
     "Work",
     "is_live_terminal",

@@ -125,6 +125,20 @@ def to_device(x: Any, flat: np.ndarray) -> Any:
     return given
 
 
+def flat_of(x: Any) -> Any:
+    """An array in GPU memory as a 1-D array of torch or CuPy, without a copy."""
+    x = _of_a_library(x)
+    return (x.detach() if _is_tensor(x) else x).reshape(-1)
+
+
+def empty_beside(flat: Any, length: int, row: DType) -> Any:
+    """A 1-D array of the library and on the device of `flat`, which `flat_of` returned."""
+    if _is_tensor(flat):
+        return flat.new_empty(length, dtype=getattr(sys.modules["torch"], row.name))
+    with flat.device:
+        return sys.modules["cupy"].empty(length, row.numpy)
+
+
 def bits(flat: np.ndarray) -> np.ndarray:
     """`flat` for `torch.from_numpy`: a view as integers if its dtype is bf16 or float8, which torch cannot take from NumPy."""
     return flat if flat.dtype.isbuiltin == 1 else flat.view(f"i{flat.itemsize}")

@@ -133,6 +133,33 @@ def bounds_of_parts(
     return found
 
 
+def bounds_of_runs(
+    operation: str, bounds: Iterable[tuple[int, int]], grid: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """The bounds of runs of ranks as plain ints. TypeError or ValueError if they are not runs of ranks of one node, in order.
+
+    `grid[k]`: the ranks on node k.
+    """
+    try:
+        found = [(index(begin), index(end)) for begin, end in bounds]
+    except (TypeError, ValueError):
+        raise TypeError(f"{operation}: runs.bounds is {bounds!r}; expected (begin, end) of each run of ranks") from None
+    node_of = {rank: node for node, ranks in enumerate(grid) for rank in ranks}
+    least = 0
+    for begin, end in found:
+        if not least <= begin < end <= len(node_of):
+            raise ValueError(
+                f"{operation}: runs.bounds is {found}; expected runs of at least one of the {len(node_of)} ranks, in order"
+            )
+        if len({node_of[rank] for rank in range(begin, end)}) > 1:
+            raise ValueError(
+                f"{operation}: runs.bounds is {found}, but the ranks of {begin, end} are on several nodes; expected runs of ranks "
+                "of one node, see comm.nodes"
+            )
+        least = end
+    return found
+
+
 def overlap(one: Buffer, other: Buffer) -> bool:
     """Whether two arrays overlap in memory."""
     if one.device is None and other.device is None:

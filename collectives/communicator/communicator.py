@@ -35,6 +35,7 @@ from collectives.selection import wire as wires
 from collectives.selection.selector import EXACT
 from collectives.selection.table import Table, built_in
 from collectives.transports.node.memory import NodeMemory
+from collectives.transports.runs import Runs
 
 _log = logging.getLogger("collectives")
 
@@ -254,15 +255,28 @@ class Communicator:
         """
         return self._collectives.all_to_all(out, x, send_counts, recv_counts, algorithm, async_op)
 
-    def reduce_by(self, x: Any, reduce: Callable[[list[Any]], object], *, bounds: Sequence[tuple[int, int]]) -> Work:
+    def reduce_by(
+        self,
+        x: Any,
+        reduce: Callable[[list[Any]], object],
+        *,
+        bounds: Sequence[tuple[int, int]],
+        runs: Runs | None = None,
+    ) -> Work:
         """A reduce-scatter with the caller's own reduction: `reduce` gets this rank's part of every rank's `x`, in order of rank.
 
         `bounds`: (begin, end) of each rank's part of the elements of `x`, the same on all ranks. Parts may overlap or leave elements
-        out. `reduce` is called once with 1-D arrays of the library of `x`, which it only reads, and only during the call; it calls no
-        collective. `x` must not change before the Work that is returned has ended. If `x` is in node memory (`empty`) and all ranks
-        are on one node, `reduce` reads the elements where they are; otherwise each rank's elements are sent to the owners of the parts.
+        out. `reduce` is called once, on this rank or its progress thread, with 1-D arrays: tensors for a torch tensor, CuPy arrays
+        for another array in GPU memory, else NumPy arrays. It only reads them, only during the call, and calls no collective. `x` must
+        not change before the Work that is returned has ended. Its `wait()` returns `x`, or raises an error of `reduce`.
+
+        `runs`: with it `reduce` gets one array for each run of ranks, see `Runs`. A node then sends one array for each of its runs to
+        the owner of a part on another node, not one for each rank. If `x` is in node memory (`empty`) and all ranks are on one node,
+        `reduce` and `combine` read the elements where they are. Arrays in GPU memory are sent to the owner before they are combined.
+
+        ValueError or TypeError if `bounds` or `runs` do not fit `x` or the ranks, and within a group.
         """
-        return self._collectives.reduce_by(x, reduce, bounds)
+        return self._collectives.reduce_by(x, reduce, bounds, runs)
 
     # Messages between two ranks
 

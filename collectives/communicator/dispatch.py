@@ -102,6 +102,11 @@ class Dispatch:
             unfinished.note(work, call.operation, call.arrays)
         return work
 
+    def refuse_group(self, operation: str) -> None:
+        """ValueError within a group, for an operation that cannot wait for the group's end."""
+        if self._groups.current is not None:
+            raise ValueError(f"group: {operation} cannot be part of a group; call it outside")
+
     def _posted(self, call: Call, post: Callable[[Shared], Post]) -> Work | None:
         """An operation that each rank posts before it continues; None if the arrays or the ranks do not allow this."""
         shared, b, progress = self.transports.shared, call.arrays[0], self._queue.progress

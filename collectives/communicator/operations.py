@@ -12,16 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.buffer import Buffer, like
+from collectives.arrays import devices
+from collectives.arrays.buffer import Buffer
 from collectives.arrays.dtypes import TABLE, DType, effective_op
+from collectives.arrays.of_caller import ReductionOfCaller
 from collectives.arrays.reduction import copy
-from collectives.communicator.arguments import bounds_of_parts, counts_of_exchange, fit, overlap, rank_of
+from collectives.communicator.arguments import (
+    bounds_of_parts,
+    bounds_of_runs,
+    counts_of_exchange,
+    fit,
+    overlap,
+    rank_of,
+)
 from collectives.communicator.call import Call
 from collectives.communicator.dispatch import DONE, Dispatch
 from collectives.progress.work import Ended, Work
 from collectives.selection.selector import WITHIN_NODE
 from collectives.transports.node.posted import Post
 from collectives.transports.node.shared import Shared
+from collectives.transports.runs import Exchange, Runs
 from collectives.transports.transport import Counts, parts
 
 
@@ -30,7 +40,8 @@ class Collectives:
 
     def __init__(self, dispatch: Dispatch) -> None:
         self.rank, self.size = dispatch.rank, dispatch.size
-        self._repeat, self._issue = dispatch.repeat, dispatch.issue
+        self._repeat, self._issue, self._refuse_group = dispatch.repeat, dispatch.issue, dispatch.refuse_group
+        self._grid = dispatch.transports.grid  # the ranks on each node
 
     def all_reduce(
         self,
@@ -223,43 +234,54 @@ class Collectives:
 
         return self._issue(async_op, call, carry_out, out)
 
-    def reduce_by(self, x: Any, reduce: Callable[[list[Any]], object], bounds: Sequence[tuple[int, int]]) -> Work:
+    def reduce_by(
+        self, x: Any, reduce: Callable[[list[Any]], object], bounds: Sequence[tuple[int, int]], runs: Runs | None
+    ) -> Work:
+        self._refuse_group("reduce_by")
         src = Buffer(x, "x")
         bounds = bounds_of_parts("reduce_by", bounds, self.size, x=src)
-        kind = getattr(x, "dtype", None)
-        if self.size == 1:
-            (begin, end), whole = bounds[0], x.reshape(-1)
-            reduce([whole[begin:end]])
-            return Ended(None)
+        runs = runs or Runs.alone(self.size, src.dtype.numpy)
+        of_runs = bounds_of_runs("reduce_by", runs.bounds, self._grid)
+        by_caller = ReductionOfCaller(x, src, reduce, runs.combine, of_runs, runs.dtype)
+        mine, lengths = slice(*bounds[self.rank]), [end - begin for begin, end in bounds]
+        whole = src.flat if by_caller.on_device is None else by_caller.on_device
+        if self.size == 1 or not any(lengths):
+            by_caller.reduce_ranks([whole[mine]] * self.size)
+            return Ended(x)
 
-        lengths = [end - begin for begin, end in bounds]
         counts = Counts(lengths, [lengths[self.rank]] * self.size)
         if src.device is not None:
-            flat = x.reshape(-1)
-            sent, received = flat.new_empty(sum(lengths)), flat.new_empty(sum(counts.recv))
-            for (begin, end), part in zip(bounds, sent.split(lengths), strict=True):
-                part.copy_(flat[begin:end])
+            sent, received = (devices.empty_beside(whole, sum(each), src.dtype) for each in counts)
+            for (begin, end), part in zip(parts(counts.send), bounds, strict=True):
+                sent[begin:end] = whole[slice(*part)]
             self.all_to_all(received, sent, counts.send, counts.recv, "auto", False)
-            reduce(received.split(counts.recv))
-            return Ended(None)
-        call = Call("all_to_all", (src,), "auto", sizes_differ=True)
+            by_caller.reduce_ranks([received[slice(*part)] for part in parts(counts.recv)])
+            return Ended(x)
 
-        def use(of_ranks: Sequence[np.ndarray]) -> None:
-            reduce([like(part, kind) for part in of_ranks])
+        flat = src.flat[: max(end for _, end in bounds)]  # the same length on all ranks
+        said = [number for pair in (*bounds, *of_runs) for number in pair]
+        call = Call("all_to_all", (src,), "auto", counts=said, sizes_differ=True)
 
-        def carry_out(dispatch: Dispatch) -> None:
+        def carry_out(dispatch: Dispatch) -> Any:
+            shared, of_node = dispatch.transports.shared, dispatch.transports.on_node
             with dispatch.begin(call) as entry:
-                shared = dispatch.transports.shared
-                if shared is None or not shared.use_parts(src.flat, bounds[self.rank], use):
-                    sent = np.concatenate([src.flat[slice(*part)] for part in bounds])
-                    received = np.empty(sum(counts.recv), sent.dtype)
-                    dispatch.transports.of(entry.algorithm).all_to_all(received, sent, counts)
-                    use([received[slice(*part)] for part in parts(counts.recv)])
+                if shared is not None:
+                    shared.use_parts(flat, [bounds[self.rank]], lambda found: by_caller.reduce_ranks(found[0]))
+                    return x
+                across = dispatch.transports.of(entry.algorithm)
+                if of_node is not None:
+                    exchange = Exchange(self.rank, self._grid, bounds, of_runs, flat.dtype, by_caller.combined.numpy)
+                    by_caller.reduce(exchange.carry_out(flat, by_caller.combine, of_node, across))
+                    return x
+                received = np.empty(sum(counts.recv), flat.dtype)
+                across.all_to_all(received, np.concatenate([flat[slice(*part)] for part in bounds]), counts)
+                by_caller.reduce_ranks([received[slice(*part)] for part in parts(counts.recv)])
+            return x
 
         def post(shared: Shared) -> Post:
-            return shared.post_parts(src.flat, bounds[self.rank], use)
+            return shared.post_parts(flat, bounds[self.rank], by_caller.reduce_ranks)
 
-        work: Work = self._issue(True, call, carry_out, None, post)
+        work: Work = self._issue(True, call, carry_out, x, post)
         return work
 
 

@@ -27,6 +27,7 @@ class Transports:
     """The transports of the ranks of `mpi`. `grid[k]`: the ranks on node k, in order; `placement`: the number of ranks on each node.
 
     `memory`: the node memory; None on several nodes. `shared`: the transport through `memory`; None also if that cannot be allocated.
+    `on_node`: the `shared` of this rank's node; None on all ranks if a node has none.
     `away`: the ranks on other nodes. `table`: the table from which "auto" chooses; `wire`: the format of data between nodes; `selector`
     makes the choice.
     """
@@ -51,7 +52,7 @@ class Transports:
         from collectives.transports.mpi import Library
         from collectives.transports.scheduled import Scheduled
 
-        self._mpi, self._grid, self._across = mpi, grid, functools.cache(across)
+        self._mpi, self.grid, self._across = mpi, grid, functools.cache(across)
         self.placement = Placement.of([len(ranks) for ranks in grid])
         self.away = frozenset(rank for ranks in grid if mpi.rank not in ranks for rank in ranks)
         self._executor = Executor(mpi, away=self.away)
@@ -62,7 +63,7 @@ class Transports:
         self._infeasible: dict[str, str] = {}  # algorithms that cannot run on these ranks, and the reason
         self.memory: NodeMemory | None = None
         self.shared: Shared | None = None
-        self._on_node: Shared | None = None  # the `shared` of this rank's node
+        self.on_node: Shared | None = None
         if isinstance(of_node, NodeMemory):
             self.memory = of_node
             self._share(of_node)
@@ -74,7 +75,7 @@ class Transports:
         """Make the transports through node memory. If that cannot be allocated, log it: the other transports still work."""
         try:
             staged = Staged(self._mpi)
-            self.shared = self._on_node = Shared(self._mpi, memory, staged)
+            self.shared = self.on_node = Shared(self._mpi, memory, staged)
             self._made |= {"staged": staged, "shared": self.shared}
             self._planners |= {"staged": staged, "shared": self.shared}
         except OSError as error:
@@ -84,8 +85,8 @@ class Transports:
 
     def _join(self, node: "Transports") -> None:
         """Use the transports of this rank's node, on a communicator that may span several nodes."""
-        self._on_node = node.shared
-        if len(self._grid) == 1:
+        self.on_node = node.shared
+        if len(self.grid) == 1:
             self.memory, self.shared = node.memory, node.shared
             self._infeasible |= node._infeasible
             self._made |= {name: of for name, of in node._made.items() if name in WITHIN_NODE}
@@ -93,6 +94,7 @@ class Transports:
         elif not all(self._mpi.allgather(node.shared is not None)):
             through_memory = ["two_level"] if self.placement.largest_node == 1 else ["two_level", "encoded"]
             self._infeasible |= dict.fromkeys(through_memory, "a node has no memory to share, see the log")
+            self.on_node = None
 
     def use(self, table: Table, wire: str) -> None:
         """Let "auto" choose from `table` and for the format `wire`, which are the same on all ranks."""
@@ -108,8 +110,8 @@ class Transports:
         if algorithm not in self._made:
             # Two transports have only some of the operations; the selector chooses them for those only.
             if algorithm == "two_level":
-                assert self._on_node is not None
-                two_level = TwoLevel(self._grid, self._mpi.rank, self._on_node, self._across().chosen)
+                assert self.on_node is not None
+                two_level = TwoLevel(self.grid, self._mpi.rank, self.on_node, self._across().chosen)
                 self._made[algorithm] = cast(Transport, two_level)
             elif algorithm == "encoded":
                 self._made[algorithm] = cast(Transport, self._encoded())
@@ -122,9 +124,9 @@ class Transports:
 
         if self.placement.largest_node == 1:
             return Encoded(self._mpi, self.wire)
-        assert self._on_node is not None
+        assert self.on_node is not None
         across = Encoded(self._across()._mpi, self.wire)
-        return TwoLevel(self._grid, self._mpi.rank, self._on_node, lambda *_: across, divides_twice=True)
+        return TwoLevel(self.grid, self._mpi.rank, self.on_node, lambda *_: across, divides_twice=True)
 
     def memory_of(self, operation: str, flat: np.ndarray) -> str:
         """The selector's word (one of MEMORIES) for the memory of `flat`, the first array of a call of `operation`."""
@@ -145,5 +147,5 @@ class Transports:
         """Release the node memory and MPI's persistent requests."""
         self._made.clear()
         self._planners.clear()
-        self.shared = self._on_node = None
+        self.shared = self.on_node = None
         self._executor.free()

@@ -25,6 +25,7 @@ class Post:
     def __init__(self, posts: "Posts", number: int, nbytes: int, add: Callable[[Sequence[np.ndarray]], None]) -> None:
         self._posts, self._number, self._nbytes, self._add = posts, number, nbytes, add
         self._has_read = False
+        self._error: Exception | None = None  # of `add`
 
     def step(self) -> bool:
         """Make as much progress as possible without a wait. Returns whether the operation has ended."""
@@ -41,9 +42,14 @@ class Post:
             self._posts.posted.wait(self._number)
             self._read()
         self._posts.read.wait(self._number)
+        if self._error is not None:
+            raise self._error
 
     def _read(self) -> None:
-        self._add(self._posts.arrays(self._number, self._nbytes))
+        try:
+            self._add(self._posts.arrays(self._number, self._nbytes))
+        except Exception as error:  # raised by `finish`, after this rank has let the others go on
+            self._error = error
         self._posts.read.arrive()
         self._has_read = True
 

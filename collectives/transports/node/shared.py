@@ -182,15 +182,30 @@ class Shared(ByPulling):
         begin, end = part
         return self.posts.post(flat, lambda arrays: use([array.view(flat.dtype)[begin:end] for array in arrays]))
 
-    def use_parts(self, flat: np.ndarray, part: tuple[int, int], use: Callable[[list[np.ndarray]], None]) -> bool:
-        """`post_parts`, with waits. Returns False, on all ranks, if the arrays are not in node memory: then nothing was read."""
-        sources = self._show(flat, "parts") or []
-        views = [source.view for source in sources if source.view is not None]
+    def use_parts(
+        self, flat: np.ndarray, bounds: Sequence[tuple[int, int]], use: Callable[[list[list[np.ndarray]]], None]
+    ) -> None:
+        """`use` reads, for each of this rank's `bounds`, these elements of all ranks' arrays, in order of rank.
+
+        It reads node memory where it is; of private arrays it gets copies.
+        """
+        sources = self._show(flat, "parts")
+        views = [source.view for source in sources or [] if source.view is not None]
         if len(views) == self._size:
-            use([view[slice(*part)] for view in views])
-            self._meet()
-        self._arrived()
-        return len(views) == self._size
+            self._arrived()
+            try:
+                use([[view[slice(*part)] for view in views] for part in bounds])
+            finally:
+                self._meet()  # also after an error of `use`, for which the other ranks need not wait
+            return
+        copies = [[np.empty(end - begin, flat.dtype) for _ in range(self._size)] for begin, end in bounds]
+        pulls = [
+            Pull(peer, begin, target)
+            for (begin, _), targets in zip(bounds, copies, strict=True)
+            for peer, target in enumerate(targets)
+        ]
+        self._pull(sources, flat, pulls, flat.size)
+        use(copies)
 
     # The two steps
 
@@ -213,7 +228,10 @@ class Shared(ByPulling):
         self._arrived()
 
     def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
-        sources = self._show(shown, "pull")
+        self._pull(self._show(shown, "pull"), shown, pulls, longest)
+
+    def _pull(self, sources: list[_Source] | None, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
+        """`pull` after `_show`."""
         if sources is None:
             self._staged.pull(shown, pulls, longest)
         else:

@@ -3,10 +3,11 @@
 The slices are dealt to the ranks in turn, so that those of one round are neighbours in the tree, and few sums wait for others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mpitrain.sharding.slices.tree import subtrees
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
@@ -66,3 +67,15 @@ class Slices:
     def num_leaves(self, number: int) -> int:
         """How many ranks have a slice in round `number`: the first ones."""
         return min(self.num_ranks, self.count - number * self.num_ranks)
+
+    def subtrees(self, number: int, neighbours: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The ranks, from the first one to the one after the last, whose slices in round `number` are complete subtrees, in order.
+
+        `neighbours`: the ranks within which subtrees may be, in order, all ranks in all.
+        """
+        first, end_of_round = number * self.num_ranks, self.num_leaves(number)
+        return [
+            (begin - first, end - first)
+            for low, high in neighbours
+            for begin, end in subtrees(first + low, first + min(high, end_of_round))
+        ]

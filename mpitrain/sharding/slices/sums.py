@@ -7,15 +7,18 @@ number of ranks, and a rank keeps the sums of its own elements alone.
 
 In stage 1 to 3 the owner has the shard; if there are several copies of it, each owns a part of it. In stage 0 each rank owns a part of
 the whole. So the messages between the copies are those of one reduce-scatter a round and one all-gather a step.
+
+On several nodes the ranks of a node first add their slices as far as these are complete subtrees, and send the sums to the owner. They
+are nodes of the same tree, so the bits stay. If the number of ranks on a node is a power of two, a node sends one sum.
 """
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
-from collectives import Work
+from collectives import Communicator, Runs, Work
 from mpitrain.sharding.slices.rounds import Slices
-from mpitrain.sharding.slices.tree import TreeSum
+from mpitrain.sharding.slices.tree import TreeSum, add_subtree
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
@@ -44,15 +47,20 @@ class SliceSums:
         self._counts = [end - begin for begin, end in pairwise(mine)]
         begin, end = self._bounds[ranks.data_parallel.rank]
         self._tree = TreeSum(end - begin, self.dtype, device)
+        self._neighbours = _neighbours(ranks.data_parallel)
         self.num_done = 0
         """Rounds of the step so far."""
 
     def begin(self, buffer: torch.Tensor) -> Work:
         """Add a round, of which this rank's gradients are in `buffer`, 1-D and real. Collective."""
-        num_leaves = self._slices.num_leaves(self.num_done)
+        subtrees = self._slices.subtrees(self.num_done, self._neighbours)
+        levels = [(end - begin).bit_length() - 1 for begin, end in subtrees]
         self.num_done += 1
         return self._ranks.data_parallel.reduce_by(
-            buffer, lambda parts: self._tree.add(parts[:num_leaves]), bounds=self._bounds
+            buffer,
+            lambda sums: self._tree.add(sums, levels),
+            bounds=self._bounds,
+            runs=Runs(subtrees, add_subtree, self.dtype),
         )
 
     @property
@@ -79,3 +87,14 @@ class SliceSums:
         """Drop the rounds of a step that was given up."""
         self._tree.forget()
         self.num_done = 0
+
+
+def _neighbours(comm: Communicator) -> list[tuple[int, int]]:
+    """The ranks, from the first one to the one after the last, that may add their slices before an owner does.
+
+    On several nodes these are consecutive ranks of one node. On one node each rank is by itself, because an owner adds fastest what
+    it reads in place.
+    """
+    node_of = {rank: node if comm.num_nodes > 1 else rank for node, ranks in enumerate(comm.nodes) for rank in ranks}
+    groups = [list(ranks) for _, ranks in groupby(range(comm.size), node_of.__getitem__)]
+    return [(ranks[0], ranks[-1] + 1) for ranks in groups]

@@ -7,7 +7,7 @@ Leaves come in the order of the slices, as bits come to a binary counter: a node
 there. So at most one node of each level waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -22,6 +22,26 @@ def tree_sum(values: Sequence[float]) -> float:
     return level[0]
 
 
+def subtrees(begin: int, end: int) -> list[tuple[int, int]]:
+    """Slices `begin` to `end` as the fewest complete subtrees: the first slice of each, and the one after its last."""
+    found = []
+    while begin < end:
+        size = min(begin & -begin or end, 1 << (end - begin).bit_length() - 1)
+        found.append((begin, begin + size))
+        begin += size
+    return found
+
+
+def add_subtree(out: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
+    """`out` becomes the node above all leaves of a complete subtree. The leaves are only read, and may have a shorter dtype."""
+    for block in _blocks(out.numel(), out.device):
+        waiting: list[tuple[int, torch.Tensor, bool]] = []
+        for leaf in leaves:
+            _push(waiting, 0, leaf[block].to(out.dtype))
+        [(_, value, _)] = waiting
+        out[block].copy_(value)
+
+
 class TreeSum:
     """The sums of 1-D tensors of `numel` elements over the slices. `dtype`: of the sums, at least fp32."""
 
@@ -29,27 +49,30 @@ class TreeSum:
         self._numel, self._dtype, self._device = numel, dtype, device
         self._nodes: list[tuple[int, torch.Tensor]] = []  # level and sum of the nodes that wait, the lowest level last
 
-    def add(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Add the tensors of the next slices, in order. They are only read, and may have a shorter dtype."""
-        levels, kept = self._after(len(leaves))
-        nodes = [(level, torch.empty(self._numel, dtype=self._dtype, device=self._device) if old is None else old)
-                 for level, old in zip(levels, kept, strict=True)]  # fmt: skip
-        step = _BLOCK if self._device.type == "cpu" else max(self._numel, 1)
-        for begin in range(0, self._numel, step):
-            block = slice(begin, begin + step)
-            waiting = [(level, node[block], True) for level, node in self._nodes]
-            for leaf in leaves:
-                _push(waiting, leaf[block].to(self._dtype))
-            for (_, value, is_kept), (_, node) in zip(waiting, nodes, strict=True):
-                if not is_kept:
-                    node[block].copy_(value)
-        self._nodes = nodes
+    def add(self, nodes: Sequence[torch.Tensor], levels: Sequence[int] | None = None) -> None:
+        """Add the next nodes of the tree, in order: slices, or nodes of these levels.
 
-    def _after(self, num_leaves: int) -> tuple[list[int], list[torch.Tensor | None]]:
-        """The levels of the nodes that wait after so many more leaves, and the memory of those that grow out of nodes of now."""
+        They are only read, and may have a shorter dtype.
+        """
+        if levels is None:
+            levels = [0] * len(nodes)
+        after, kept = self._after(levels)
+        sums = [(level, torch.empty(self._numel, dtype=self._dtype, device=self._device) if old is None else old)
+                for level, old in zip(after, kept, strict=True)]  # fmt: skip
+        for block in _blocks(self._numel, self._device):
+            waiting = [(level, node[block], True) for level, node in self._nodes]
+            for level, node in zip(levels, nodes, strict=True):
+                _push(waiting, level, node[block].to(self._dtype))
+            for (_, value, is_kept), (_, total) in zip(waiting, sums, strict=True):
+                if not is_kept:
+                    total[block].copy_(value)
+        self._nodes = sums
+
+    def _after(self, levels: Sequence[int]) -> tuple[list[int], list[torch.Tensor | None]]:
+        """The levels of the nodes that wait after more of these levels, and the memory of those that grow out of nodes of now."""
         stack: list[tuple[int, torch.Tensor | None]] = list(self._nodes)
-        for _ in range(num_leaves):
-            level, memory = 0, None
+        for level in levels:
+            memory = None
             while stack and stack[-1][0] == level:
                 level, memory = level + 1, stack.pop()[1]
             stack.append((level, memory))
@@ -66,9 +89,15 @@ class TreeSum:
         self._nodes = []
 
 
-def _push(waiting: list[tuple[int, torch.Tensor, bool]], leaf: torch.Tensor) -> None:
-    """Add a leaf to the nodes that wait: (level, sum, whether the sum is in memory that stays)."""
-    level, value, is_own, is_kept = 0, leaf, False, False
+def _blocks(numel: int, device: torch.device) -> Iterator[slice]:
+    step = _BLOCK if device.type == "cpu" else max(numel, 1)
+    for begin in range(0, numel, step):
+        yield slice(begin, begin + step)
+
+
+def _push(waiting: list[tuple[int, torch.Tensor, bool]], level: int, node: torch.Tensor) -> None:
+    """Add a node to those that wait: (level, sum, whether the sum is in memory that stays)."""
+    value, is_own, is_kept = node, False, False
     while waiting and waiting[-1][0] == level:
         _, left, is_kept = waiting.pop()
         # Addition is commutative, bit for bit, so either operand may take the sum.

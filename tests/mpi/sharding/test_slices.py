@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pretended_hosts import on_hosts
 from torch import nn
 
 import mpitrain
@@ -94,6 +95,22 @@ def test_parameters_have_the_bits_of_one_process(comm: Communicator, kind: str) 
         for name, expected in _expected(bf16=kind == "bf16").items():
             assert torch.equal(found[name], expected), name
     assert model.unused.grad is None, "no slice has used it"
+
+
+@pytest.mark.parametrize("kind", ["stage 3", "bf16"])
+def test_hosts_add_whole_subtrees_before_they_send(comm: Communicator, kind: str) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank is on one host")
+    hosts = {2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 0, 1]}[comm.size]  # of three neighbours two are a subtree
+    ranks, model = on_hosts(comm.mpi, hosts), _model()
+    policy = mpitrain.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16) if kind == "bf16" else None
+    mpitrain.fully_shard(model, ranks, slices=COUNT, mp_policy=policy)  # type: ignore[arg-type]
+    _train(model)
+    found = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        for name, expected in _expected(bf16=kind == "bf16").items():
+            assert torch.equal(found[name], expected), name
+    ranks.free()
 
 
 def test_a_step_that_is_not_complete(comm: Communicator) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from mpitrain.config import ConfigError, check_ranks, parse
 from mpitrain.sharding.slices import Round, Slices
-from mpitrain.sharding.slices.tree import TreeSum, tree_sum
+from mpitrain.sharding.slices.tree import TreeSum, add_subtree, subtrees, tree_sum
 
 _CPU = torch.device("cpu")
 
@@ -32,6 +32,33 @@ def test_a_tree_adds_the_same_pairs_however_many_leaves_come_at_a_time(count: in
     assert torch.equal(leaves, given)
     one_after_the_other = leaves.cumsum(0)[-1:] / count
     assert count < 8 or numel < 8 or not torch.equal(one_after_the_other[0], expected), "another order has other bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_ranks", "on_node"), [(2, 2), (3, 3), (4, 2), (5, 2), (7, 4), (8, 3), (8, 4)])
+def test_the_sums_of_nodes_have_the_bits_of_the_tree(num_ranks: int, on_node: int, dtype: torch.dtype) -> None:
+    leaves = torch.randn(8, 33, generator=torch.Generator().manual_seed(4)).to(dtype)
+    slices, tree = Slices(8, num_ranks, 0), TreeSum(33, torch.float32, _CPU)
+    neighbours = [(begin, min(begin + on_node, num_ranks)) for begin in range(0, num_ranks, on_node)]
+    for number in range(slices.num_rounds):
+        of_round = leaves[number * num_ranks : (number + 1) * num_ranks]
+        runs, sums = slices.subtrees(number, neighbours), []
+        assert [rank for run in runs for rank in range(*run)] == list(range(len(of_round)))
+        for begin, end in runs:
+            sums.append(torch.empty(33))
+            add_subtree(sums[-1], list(of_round[begin:end]))
+        tree.add(sums, [(end - begin).bit_length() - 1 for begin, end in runs])
+        if len(of_round) == num_ranks and (num_ranks, on_node) in [(2, 2), (4, 2), (8, 4)]:
+            assert len(runs) == num_ranks // on_node, "one sum for each node"
+    assert torch.equal(tree.take(1.0), _reference(leaves.float()))
+
+
+def test_complete_subtrees() -> None:
+    assert subtrees(0, 8) == [(0, 8)]
+    assert subtrees(3, 6) == [(3, 4), (4, 6)]
+    assert subtrees(5, 16) == [(5, 6), (6, 8), (8, 16)]
+    assert subtrees(0, 7) == [(0, 4), (4, 6), (6, 7)]
+    assert subtrees(4, 4) == subtrees(4, 3) == []
 
 
 def test_leaves_of_short_dtypes_are_added_in_fp32() -> None:
