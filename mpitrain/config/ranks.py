@@ -26,8 +26,8 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         factors = {"copies": copies, "tensor": tensor, "pipeline": pipeline}
         used = [(name, size) for name, size in factors.items() if size > 1 or (name == "copies" and pipeline == 1)]
         raise ConfigError(
-            f"parallel.{used[-1][0]}: {' x '.join(f'{size} (parallel.{name})' for name, size in used)} = "
-            f"{copies * tensor * pipeline} does not divide {num_ranks} ranks"
+            f"parallel.{used[-1][0]}: expected a multiple of {copies * tensor * pipeline} ranks = "
+            f"{' x '.join(f'{size} (parallel.{name})' for name, size in used)}, got {num_ranks}"
         )
     if config.parallel.local_steps and copies == 1 and not config.train.elastic:  # a loss may leave one copy
         raise ConfigError(
@@ -59,8 +59,8 @@ def check_ranks(config: Config, num_ranks: int) -> None:
     if config.train.slices:
         if factor > config.train.slices:
             raise ConfigError(
-                f"train.slices: {config.train.slices} slices are too few for {factor} ranks with different data, each of which trains "
-                f"whole slices; expected at least {factor}"
+                f"train.slices: {factor} ranks with different data cannot share {config.train.slices}, because each trains whole "
+                f"slices; expected at least {factor}, so {1 << (factor - 1).bit_length()} or a larger power of two"
             )
         return
     if config.train.elastic and pipeline == 1 and batch >= factor:

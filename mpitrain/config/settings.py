@@ -132,7 +132,8 @@ class TrainConfig:
             raise ConfigError(f"train.slices: expected a power of two, or 0, got {self.slices}")
         if self.slices and self.batch % self.slices:
             raise ConfigError(
-                f"train.batch: {self.batch} sequences do not make {self.slices} equal slices (train.slices); expected a multiple"
+                f"train.batch: {self.batch} sequences do not make {self.slices} equal slices (train.slices); expected a multiple, such "
+                f"as {-(-self.batch // self.slices) * self.slices}"
             )
         if self.slices and self.accumulate > 1:
             raise ConfigError(

@@ -151,7 +151,7 @@ def _compare_runs(a: RunRecord, b: RunRecord, options: argparse.Namespace) -> in
         )
     shown.say(report, *filter(None, verdicts))
     if is_same and not is_whole:
-        shown.say(report, "but one run has more steps; with --common this is no difference")
+        shown.say(report, _why_not_whole(of_steps, a, b))
     return 0 if is_same and is_whole else 1
 
 
@@ -162,6 +162,13 @@ def _same(of_steps: MetricsDifference, compared: Sequence[CheckpointDifference])
     if compared:
         parts.append(f"the tensors of {counted(len(compared), 'checkpoint')}")
     return f"the same bits: {', and '.join(parts)}"
+
+
+def _why_not_whole(of_steps: MetricsDifference, a: RunRecord, b: RunRecord) -> str:
+    for run, others in ((a, of_steps.only_b), (b, of_steps.only_a)):
+        if others and not len(run.steps):
+            return f"but no step was compared, because {run.folder}/metrics.jsonl has none; with --common this is no difference"
+    return "but one run has more steps; with --common this is no difference"
 
 
 def _nothing(only: Sequence[str]) -> ValueError:

@@ -103,7 +103,7 @@ def test_each_slice_has_one_rank_and_all_ranks_take_part_in_all_rounds(num_ranks
         ("--train.slices 6", 1, "expected a power of two, or 0, got 6"),
         ("--train.slices 8", 1, "12 sequences do not make 8 equal slices"),
         ("--train.slices 4 --train.accumulate 3", 1, "the slices are the micro-batches"),
-        ("--train.slices 4", 5, "4 slices are too few for 5 ranks"),
+        ("--train.slices 4", 5, "5 ranks with different data cannot share 4.*so 8 or a larger power"),
         ("--train.slices 4 --parallel.wire int8", 2, "with parallel.wire int8 bits depend on the number of ranks"),
         (
             "--train.slices 4 --parallel.stage 0 --parallel.compress top_k",
