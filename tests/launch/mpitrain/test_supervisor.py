@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from extent import extent
 from hosts import need_namespaces
-from launching import ROOT, Result, is_open_mpi, job_environment, run
+from launching import ROOT, YIELDS, Result, is_open_mpi, job_environment, run
 from main_job import STEPS, command, losses, metrics
 from run_events import faults
 from slurm_packages import slurm_root
@@ -108,8 +108,7 @@ def test_a_relaunch_of_an_elastic_run_goes_on_from_copies_although_the_command_n
     assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(21, 1001))
 
 
-ON_CLUSTER = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-"""The hosts share the cores of this machine, so a waiting rank must give its core away."""
+ON_CLUSTER = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **YIELDS}
 
 
 @pytest.fixture
