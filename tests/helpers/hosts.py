@@ -3,9 +3,10 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 
 import pytest
-from launching import ROOT, Result, run
+from launching import ROOT, YIELDS, Result, run
 
 CLUSTER = ROOT / "mpirun/cluster"
 
@@ -23,6 +24,6 @@ def need_namespaces() -> None:
         pytest.skip(f"no namespaces can be made here: {made.stderr.strip()}")
 
 
-def cluster(*args: str, **options: object) -> Result:
+def cluster(*args: str, env: Mapping[str, str] | None = None, **options: object) -> Result:
     """`mpirun/cluster run args...`; the options are those of `run`."""
-    return run([CLUSTER, "run", *args], cwd=ROOT, **options)  # type: ignore[arg-type]
+    return run([CLUSTER, "run", *args], cwd=ROOT, env={**YIELDS, **(env or {})}, **options)  # type: ignore[arg-type]

@@ -31,6 +31,9 @@ from collectives.launcher import LAUNCHER_PREFIXES
 
 ROOT = Path(__file__).resolve().parents[2]
 
+YIELDS = {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "10"}
+"""A rank that waits gives its core away, also in a job with a core for each rank: other jobs of the tests run at the same time."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -175,12 +178,11 @@ def clean_environment() -> dict[str, str]:
 
 @functools.cache
 def job_environment(num_ranks: int) -> tuple[str, dict[str, str]]:
-    """The mpirun that setup chose, and the environment that ./mpirun/train would start `num_ranks` ranks with."""
+    """The mpirun that setup chose, and the environment that ./mpirun/train would start `num_ranks` ranks with, and YIELDS."""
     script = '. "$1"; load_mpi; mpi_environment "$2"; printf "%s\\0" "$mpirun"; env -0'
     command = ["bash", "-c", script, "bash", str(ROOT / "mpirun/lib.sh"), str(num_ranks)]
-    answer = subprocess.run(
-        command, env=clean_environment(), capture_output=True, text=True, check=True, timeout=20
-    ).stdout
+    environment = {**clean_environment(), **YIELDS}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=20).stdout
     mpirun, *pairs = answer.rstrip("\0").split("\0")
     return mpirun, dict(pair.split("=", 1) for pair in pairs)
 

@@ -23,19 +23,27 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def spread(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Combinations of the axes' values for `parametrize`: all of them on 2 ranks and in a full run, else some.
+_PARTS = {1: 1, 2: 2, 3: 0, 4: 3}
+"""The part of the combinations that a number of ranks takes. Modulo 2, 3 and 4 these are all parts; so are those of 2 and 4 modulo 2,
+for ways that need an even number of ranks."""
+
+
+def spread(*axes: Iterable[Any], all_on_2: bool = True) -> list[tuple[Any, ...]]:
+    """Combinations of the axes' values for `parametrize`: in a full run all of them, else on 1, 3 and 4 ranks some, and on 2 ranks all.
 
     On these every value of an axis still meets some of each other axis: those combinations are taken whose places in the axes add
-    up to the number of ranks, modulo the length of the shortest axis. So 3 ranks and 4 take different ones.
+    up to the number's part, modulo the length of the shortest axis. `all_on_2` False: some on 2 ranks too. For a test that runs on all
+    numbers of ranks: then each combination runs on one of them, if the shortest axis has four values at most.
     """
     columns = [list(axis) for axis in axes]
     shortest = min(map(len, columns))
     places = itertools.product(*(range(len(column)) for column in columns))
+    size = MPI.COMM_WORLD.size
+    part = _PARTS.get(size, size)
     return [
         tuple(column[index] for column, index in zip(columns, place, strict=True))
         for place in places
-        if FULL or MPI.COMM_WORLD.size == 2 or sum(place) % shortest == MPI.COMM_WORLD.size % shortest
+        if FULL or (all_on_2 and size == 2) or sum(place) % shortest == part % shortest
     ]
 
 

@@ -65,7 +65,8 @@ print(f"rank {comm.rank} ended on {host}", flush=True)
 def test_the_contract_of_the_collectives_holds_across_hosts() -> None:
     files = ["tests/mpi/collectives/test_collectives.py", "tests/mpi/collectives/test_communicator.py"]
     files.append("tests/mpi/monitor/test_trace.py::test_a_trace_of_a_run")  # on two clocks
-    command = ["python", "-m", "pytest", "-p", "no:cacheprovider", *files]
+    # Stores in any order, and no reads of peers, concern the memory of a host: the ranks of one host show it.
+    command = ["python", "-m", "pytest", "-p", "no:cacheprovider", *files, "-k", extent("not reads", "")]
     result = cluster("-H", "2x2", "--", *command, env={"PY_COLORS": "0"}, timeout_s=110)
     assert result.returncode == 0, str(result)
     assert "mpi: 4 ranks, " in result.stdout, str(result)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from extent import extent
 from hosts import need_namespaces
-from launching import ROOT, Result, is_open_mpi, job_environment, run
+from launching import ROOT, YIELDS, Result, is_open_mpi, job_environment, run
 from main_job import STEPS, command, losses, metrics
 from run_events import faults
 from slurm_packages import slurm_root
@@ -89,7 +89,7 @@ def test_a_relaunch_of_an_elastic_run_goes_on_from_copies_although_the_command_n
     folder = tmp_path / "run"
     start = whole_run(2) / "checkpoints/step-00000020"
     own = ["--resume", str(start), "--checkpoint.every", "0", "--train.elastic", "true", "--train.copy-every", "5"]
-    own += ["--train.steps", "1000", "--log.every", "100"]  # five seconds, so that the kill finds the run
+    own += ["--train.steps", "400", "--log.every", "100"]  # two seconds, so that the kill finds the run
     mpirun, settings = job_environment(2)
 
     def kill() -> None:
@@ -105,11 +105,10 @@ def test_a_relaunch_of_an_elastic_run_goes_on_from_copies_although_the_command_n
     assert result.stdout.count(f"goes on from {start}") == 1, str(result)
     copies = re.search(r"goes on from the copies of step (\d+) in node memory", result.stdout)
     assert copies and int(copies[1]) >= 35, str(result)
-    assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(21, 1001))
+    assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(21, 401))
 
 
-ON_CLUSTER = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-"""The hosts share the cores of this machine, so a waiting rank must give its core away."""
+ON_CLUSTER = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **YIELDS}
 
 
 @pytest.fixture

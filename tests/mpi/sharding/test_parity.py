@@ -22,9 +22,12 @@ STEPS = 10
 # the model, what is sharded first, the way, reshard_after_forward
 CELLS = [
     (name, "blocks", way, reshard)
-    for name, way, reshard in spread([name for name in CASES if CASES[name].every_way], WAYS, [True, False])
+    for name, way, reshard in spread(
+        [name for name in CASES if CASES[name].every_way], WAYS, [True, False], all_on_2=False
+    )
 ] + [
-    (name, *cut, True) for name, cut in spread([name for name in CASES if not CASES[name].every_way], CUTS)
+    (name, *cut, True)
+    for name, cut in spread([name for name in CASES if not CASES[name].every_way], CUTS, all_on_2=False)
 ]  # fmt: skip
 
 
