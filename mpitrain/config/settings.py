@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_type_hints
 
 from mpitrain.models.sizes import LlamaConfig, TransformerConfig, resolve
-from mpitrain.stages.schedules import check_order, make_schedule
+from mpitrain.stages.schedules import make_schedule
 
 
 class ConfigError(ValueError):
@@ -682,8 +682,6 @@ def _check_stages(config: Config, num_data: int) -> None:
     num_micro = train.micro_batches(num_data)
     try:
         schedule = make_schedule(parallel.schedule, parallel.pipeline, num_micro, parallel.stages_per_rank)
-        if train.slices:
-            check_order(schedule)
     except ValueError as error:
         remark = "train.accumulate is the number of micro-batches"
         if train.slices:

@@ -137,7 +137,8 @@ class StagedPasses:
     def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> torch.Tensor:
         inputs, last = self._given(batches)
         before = clock.seconds["backward"]
-        losses = self.pipe.step(inputs, last=last, scale=scale)
+        seeds = [batch.seed for batch in batches if batch.seed is not None]
+        losses = self.pipe.step(inputs, last=last, scale=scale, seeds=seeds or None)
         clock.lap("backward")
         # Forwards and backwards take turns, so the pipeline's own record divides the time.
         clock.move(self.pipe.forward_share() * (clock.seconds["backward"] - before), "backward", "forward")

@@ -4,6 +4,7 @@
 - `rounds.py`: which rank trains which slice, and when.
 - `sums.py`: the gradients of a step, from the gradient buffers of all ranks to the shards.
 - `buffers.py`: running statistics, and other buffers that a forward changes.
+- `draws.py`: random numbers, also in the stages of a pipeline.
 - `api.py`: what a training loop calls.
 
 Floating-point addition is not associative. So a sum has the same bits at any number of ranks only if the same numbers are added in the
