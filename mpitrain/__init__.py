@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpitrain.axes import mesh
     from mpitrain.batch_norm import convert_sync_batchnorm
     from mpitrain.init import initialize
+    from mpitrain.models.draws import seed_all
     from mpitrain.monitor.adding import Callback, log
     from mpitrain.monitor.sinks import Sink
     from mpitrain.sharding import (
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
         unshard,
     )
     from mpitrain.sharding.compression import compress_gradients, power_sgd, top_k
-    from mpitrain.sharding.slices.api import rounds, seed_all, slice_mean
+    from mpitrain.sharding.slices.api import rounds, slice_mean
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights
@@ -94,7 +95,7 @@ _MODULES = {
     "power_sgd": "sharding.compression",
     "rounds": "sharding.slices.api",
     "save": "weights.state",
-    "seed_all": "sharding.slices.api",
+    "seed_all": "models.draws",
     "slice_mean": "sharding.slices.api",
     "tensor_parallel": "tensor",
     "top_k": "sharding.compression",

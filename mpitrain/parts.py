@@ -39,7 +39,8 @@ class Part:
 
     The boxes differ along `dim` alone. `over`: the ranks whose parts make the whole. `copies`: the ranks of `over` that hold these same
     boxes, None if only this rank does. `is_partial`: each of the `copies` computes a part of the gradient, and the gradient is the sum.
-    `stages`: the ranks of a pipeline, of which only those of `tied` have the parameter; None: only this rank, or no pipeline.
+    `stages`: the ranks of a pipeline, of which only those of `tied` have the parameter; None: only this rank, or no pipeline. `stage`:
+    the first stage of this rank that has it.
     """
 
     full_shape: tuple[int, ...]
@@ -50,6 +51,7 @@ class Part:
     is_partial: bool = False
     stages: Communicator | None = None
     tied: Communicator | None = None
+    stage: int | None = None
     seconds: float = 0.0
     """The time of all sums of gradients so far, with the waits for other ranks. On GPUs it is the time to start them."""
 
@@ -235,6 +237,16 @@ def tensor_ranks_of(params: Iterable[Any]) -> Communicator | None:
 def mark_input(module: Any, comm: Communicator) -> None:
     """All ranks of `comm` call `module` with the same stream of activations."""
     module.ranks_with_input = comm
+
+
+def mark_stage(module: Any, stage: int) -> None:
+    """A stage of a pipeline has `module`."""
+    module.stage_of_pipeline = stage
+
+
+def stage_of(module: Any) -> int | None:
+    """The stage of this rank that has a module, the first one if several have it; None without a pipeline."""
+    return getattr(module, "stage_of_pipeline", None)
 
 
 def ranks_with_input(module: Any) -> Communicator | None:

@@ -15,12 +15,14 @@ _LARGE = 1 << 24
 """Multiplications of a product that is large enough. A call of oneDNN takes 15 microseconds more than one of MKL."""
 
 
-def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *, as_torch: bool = False
+) -> torch.Tensor:
     """(..., m, k) @ (k, n), plus `bias` (n,) if there is one -> (..., m, n). For code without autograd.
 
-    The result is not a view, so the code after an autograd Function may change it in place.
+    The result is not a view, so the code after an autograd Function may change it in place. `as_torch`: always by torch's choice.
     """
-    if _takes_onednn(a, b):
+    if not as_torch and _takes_onednn(a, b):
         out = torch.ops.mkldnn._linear_pointwise(rows(a), b.t(), bias, "none", [], "")
     else:
         out = torch.mm(rows(a), b) if bias is None else torch.addmm(bias, rows(a), b)

@@ -50,12 +50,17 @@ def added_in_place() -> Iterator[None]:
         _adds_in_place = False
 
 
-def weight_gradient(weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of `weight` (O, I) in `x @ weight.t()`, for `grad` (..., O) and `x` (..., I). None if it was added in place."""
+def weight_gradient(
+    weight: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, as_torch: bool = False
+) -> torch.Tensor | None:
+    """The gradient of `weight` (O, I) in `x @ weight.t()`, for `grad` (..., O) and `x` (..., I). None if it was added in place.
+
+    `as_torch`: as for `product`.
+    """
     into = weight.grad if _adds_in_place and weight.is_leaf else None
     # A hook of autograd, as for the sum over ranks of a model without `fully_shard`, changes a gradient before it is added.
     if into is None or weight._backward_hooks or into.dtype != grad.dtype or into.layout != torch.strided:
-        return product(rows(grad).t(), rows(x))
+        return product(rows(grad).t(), rows(x), as_torch=as_torch)
     into.addmm_(rows(grad).t(), rows(x))
     return None
 

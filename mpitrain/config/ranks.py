@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpitrain.config.errors import ConfigError
 from mpitrain.config.settings import Config
 from mpitrain.models.sizes import LlamaConfig
-from mpitrain.stages.schedules import check_order, make_schedule
+from mpitrain.stages.schedules import make_schedule
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
@@ -88,11 +88,6 @@ def _check_stages(config: Config, num_data: int) -> None:
         if train.slices:
             remark = f"the micro-batches are the slices of a rank: {num_micro} of train.slices {train.slices}"
         raise ConfigError(f"parallel.schedule: {error}; {remark}") from None
-    if train.slices:
-        try:
-            check_order(schedule)
-        except ValueError as error:
-            raise ConfigError(f"parallel.schedule: {error}") from None
     layers = config.model.resolve().layers
     if schedule.num_stages > layers + 1:  # the head may be a stage without a block
         raise ConfigError(

@@ -12,7 +12,7 @@ from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.language_model import LanguageModel
 from mpitrain.models.segments import Segments, attend
 from mpitrain.models.sizes import GPTConfig
-from mpitrain.stages.plan import StagePlan
+from mpitrain.models.stage_plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 

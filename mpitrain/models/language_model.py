@@ -15,7 +15,7 @@ from mpitrain.init import Init
 from mpitrain.models.loss import Reduction, loss_of, make_loss
 from mpitrain.models.segments import Segments
 from mpitrain.models.sizes import TransformerConfig
-from mpitrain.stages.plan import StagePlan
+from mpitrain.models.stage_plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 

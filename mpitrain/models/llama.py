@@ -16,7 +16,7 @@ from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.language_model import LanguageModel
 from mpitrain.models.segments import Segments, attend
 from mpitrain.models.sizes import RMS_EPS, LlamaConfig
-from mpitrain.stages.plan import StagePlan
+from mpitrain.models.stage_plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 

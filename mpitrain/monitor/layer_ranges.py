@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mpitrain.stages.plan import StagePlan
+from mpitrain.models.stage_plan import StagePlan
 from mpitrain.torch_internals import at_end_of_backward, in_backward
 
 Kind = Literal["forward", "backward"]

@@ -151,7 +151,7 @@ def fully_shard(
             its = replace(policy.of_kept(), output_dtype=None)  # the modules around it compute in fp32, too
         elif id(part) in are_kept:
             its = policy.of_kept()
-        kinds = _by_kind(part, names[id(part)], options.ignored, ranks.wired)
+        kinds = _by_kind(part, names[id(part)], options.ignored, ranks.wired, has_slices=bool(options.slices))
         unit = Unit(
             ranks, [_flat(params, ranks, its, options, num_group, slices_of_step) for params in kinds], its,
             stage=stage, reshard_after_forward=reshards, prefetch_bytes=prefetch_bytes, is_automatic=part is not module,
@@ -282,10 +282,13 @@ def _resharding(asked: Any, size: int | None) -> tuple[bool, int | None]:
     return True, None if asked == size else asked
 
 
-def _by_kind(module: nn.Module, path: str, ignored: set[int], wired: WiredGroups) -> list[NamedParams]:
+def _by_kind(
+    module: nn.Module, path: str, ignored: set[int], wired: WiredGroups, *, has_slices: bool
+) -> list[NamedParams]:
     """The parameters of a module that belong to no unit yet, by dtype, requires_grad, device, and which ranks hold them alike.
 
-    `path`: the module's name. If weights are encoded, vectors are apart from matrices, because they are sent exactly.
+    `path`: the module's name. If weights are encoded, vectors are apart from matrices, because they are sent exactly. With slices the
+    stages of a pipeline are apart, because each has rounds of its own.
     """
     inside = {id(m) for child in module.modules() if isinstance(child, ShardedModule) for m in child.modules()}
     users: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -306,7 +309,8 @@ def _by_kind(module: nn.Module, path: str, ignored: set[int], wired: WiredGroups
     kinds: dict[Hashable, NamedParams] = {}
     for key, (name, param) in found.items():
         alike = _ranks_alike(part_of(param), is_lossy=wired.is_lossy)
-        kind = param.dtype, param.requires_grad, param.device, wired.encodes_weights and param.ndim < 2, *alike
+        stage = part.stage if has_slices and (part := part_of(param)) is not None else None
+        kind = param.dtype, param.requires_grad, param.device, wired.encodes_weights and param.ndim < 2, stage, *alike
         kinds.setdefault(kind, []).append((name, users[key], param))
     return list(kinds.values())
 

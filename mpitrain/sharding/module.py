@@ -92,6 +92,24 @@ class ShardedModule(nn.Module):
         """The parameter that forward and backward use in the place of a shard."""
         return next(param.full for param in sharded_params(self) if param.shard is shard)
 
+    def set_stage(self, stage: int, *, is_round: bool = True) -> None:
+        """The next forward or backward of a model with slices is one of this stage of a pipeline.
+
+        `is_round`: whether the backward is a round of the stage. Otherwise its gradients stay full, for `take_full_gradients`.
+        """
+        step_of(self).set_stage(stage, is_round=is_round)
+
+    def take_full_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Take the gradients of full parameters that a backward has not reduced, each with its parameter."""
+        found = [(param.full, param.full.grad) for param in sharded_params(self) if param.full.grad is not None]
+        for full, _ in found:
+            full.grad = None
+        return found
+
+    def end_step_of_stages(self) -> None:
+        """End a step of a pipeline with slices, after the last round of all stages. Collective."""
+        step_of(self).end_step_of_stages()
+
     def unshard(self) -> None:
         """Fill and show the full parameters of this module, but not of sharded modules within it. Collective."""
         if self._unit.state is UnitState.SHARDED:

@@ -18,6 +18,8 @@ from collectives.diagnosis import stacks
 from mpitrain import parts
 from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
+from mpitrain.models.stage_plan import StagePlan
+from mpitrain.models.transformers_plan import stage_plan_of_transformers
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import spread_of
 from mpitrain.optim.torch_calls import watch_norms
@@ -28,13 +30,11 @@ from mpitrain.stages.linear import take_linear_layers, take_torch_products
 from mpitrain.stages.messages import Messages, Streams
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import in_program, of_message
-from mpitrain.stages.plan import StagePlan
 from mpitrain.stages.records import Measured, Record, gathered
-from mpitrain.stages.schedules import Action, Schedule, StageTimes, check_order, make_schedule
+from mpitrain.stages.schedules import Action, Schedule, StageTimes, make_schedule
 from mpitrain.stages.schedules.dividing import divide
 from mpitrain.stages.schedules.forwards import forwards
-from mpitrain.stages.tied import mark, ranks_of_params
-from mpitrain.stages.transformers import stage_plan_of_transformers
+from mpitrain.stages.tied import mark, stages_of_params
 
 # Stacks in the reports of errors and of long waits tell the place in the pipeline.
 stacks.pass_over("torch", "mpitrain.stages")
@@ -143,9 +143,9 @@ class Pipeline:
         watch_norms()
         mine = [stage for stage in range(schedule.num_stages) if schedule.rank_of(stage) == comm.rank]
         before = dict(model.named_parameters())
-        ranks = ranks_of_params(model, ModelStages.names_of(model, plan, division), schedule)
+        stages = stages_of_params(model, ModelStages.names_of(model, plan, division))
         self.stages = ModelStages(model, plan, division, mine)
-        self._tied = mark(model, before, ranks, comm)
+        self._tied = mark(model, before, stages, schedule, comm)
         take_linear_layers(model)
         if any(param.device.type in ("cpu", "meta") for param in model.parameters()):
             keep_freed_memory()
@@ -165,6 +165,7 @@ class Pipeline:
         *,
         last: Sequence[Mapping[str, Any]] | None = None,
         scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
         """Forwards and backwards of all micro-batches; the gradients are added to those of the parameters. Collective.
 
@@ -173,16 +174,17 @@ class Pipeline:
         loss of the model's output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named
         arguments for the last stage alone, such as the targets. scale: changes a loss before its backward; it is called on each rank.
 
-        If the model has slices, each micro-batch is one of `mpitrain.rounds(model)`.
+        If the model has slices, each micro-batch is one of `mpitrain.rounds(model)`. seeds: for each of them the numbers for `seed_all`
+        before its forward, if the model draws random numbers: the same as without a pipeline, such as (seed, step, slice).
 
         Returns: the loss of each micro-batch, before `scale`: (M,) float64, the same on all ranks. ValueError on all ranks if the
-        number of micro-batches is not that of the schedule, or if the schedule does not fit the slices.
+        number of micro-batches is not that of the schedule, or if it does not fit the slices.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "step: gradients are disabled (torch.no_grad); evaluate computes a loss without gradients"
             )
-        run = self._begin("step", self.schedule, inputs, loss_of, last, scale)
+        run = self._begin("step", self.schedule, inputs, loss_of, last, scale, seeds)
         earlier = self._tied.take(self.stages.model)
         has_slices = self._slices is not None
         if has_slices:
@@ -192,6 +194,9 @@ class Pipeline:
         began = perf_counter()
         run.end()
         self._tied.add(self.stages.model, earlier, is_lent=has_slices)
+        if has_slices:
+            sharded: Any = self.stages.model
+            sharded.end_step_of_stages()
         self.communication_s += perf_counter() - began
         losses = self._from_last_stage(run)
         run.record.stop = perf_counter()
@@ -299,6 +304,7 @@ class Pipeline:
         loss_of: Callable[[Any, int], torch.Tensor] | None = None,
         last: Sequence[Mapping[str, Any]] | None = None,
         scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
     ) -> Run:
         """Check the arguments of all ranks, and agree on the shapes of the micro-batches."""
         began = perf_counter()
@@ -311,7 +317,9 @@ class Pipeline:
                 self._check_slices(slices)
             if isinstance(inputs, torch.Tensor):
                 raise ValueError("expected a sequence of micro-batches, got one tensor")
-            for what, given in (("inputs", inputs), ("last", last)):
+            if seeds is not None and slices is None:
+                raise ValueError("seeds need a model with slices; pass slices=, a power of two, to fully_shard")
+            for what, given in (("inputs", inputs), ("last", last), ("seeds", seeds)):
                 if given is not None and len(given) != schedule.num_micro:
                     raise ValueError(f"expected {schedule.num_micro} micro-batches, got {len(given)} ({what})")
             if not inputs:
@@ -327,7 +335,7 @@ class Pipeline:
         if scale is not None and self.comm.rank != schedule.rank_of(schedule.num_stages - 1):
             scale(torch.zeros((), device=self._device))  # a scaler, such as torch's, begins with its first call
         self.communication_s += perf_counter() - began
-        of_program = (self.stages, messages, program, calls, loss_of or _itself, last, scale)
+        of_program = (self.stages, messages, program, calls, loss_of or _itself, last, scale, seeds)
         tied = self._tied.rounds(self.stages.model) if slices is not None and torch.is_grad_enabled() else None
         return Run(*of_program, waited=self._waited, around=self.around, tied=tied)
 
@@ -362,8 +370,7 @@ class Pipeline:
         return None if of_step is None else of_step()
 
     def _check_slices(self, slices: Any) -> None:
-        """ValueError if the schedule or the tied weights do not fit the slices."""
-        check_order(self.schedule)
+        """ValueError if the number of micro-batches or the tied weights do not fit the slices."""
         if self.schedule.num_micro != slices.num_rounds:
             raise ValueError(
                 f"expected a pipeline of {slices.num_rounds} micro-batches, one for each of mpitrain.rounds(model) with {slices.count} "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from collectives.diagnosis import show_all_ranks
 from mpitrain.backward import backward
+from mpitrain.models.draws import seed_all
 from mpitrain.stages.messages import Messages
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import places_of
@@ -21,7 +23,7 @@ from mpitrain.weight_gradients import Later, added_in_place, compute, waiting
 class Run:
     """One step, or one evaluation. Arguments as in `Pipeline.step`; `program`: the actions of this rank; `waited`: gets the seconds of
     each wait for another rank's result, before the action that needs it; `around`: makes what is open while an action computes;
-    `tied`: of a step with slices, in which each backward is a round and the gradients of its weights are reduced at once."""
+    `tied`: of a step with slices, in which each backward of a stage is a round that reduces the gradients of its weights at once."""
 
     def __init__(
         self,
@@ -32,14 +34,16 @@ class Run:
         loss_of: Callable[[Any, int], torch.Tensor],
         last: Sequence[Mapping[str, Any]] | None = None,
         scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        seeds: Sequence[Sequence[int]] | None = None,
         *,
         waited: Callable[[float], None] = lambda seconds: None,
         around: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext(),
         tied: TiedRounds | None = None,
     ) -> None:
         self._waited, self._around, self._tied = waited, around, tied
+        self._model: Any = stages.model  # with slices, a sharded one
         self._stages, self.messages, self._calls, self.program = stages, messages, calls, program
-        self._loss_of, self._last, self._scale = loss_of, last, scale
+        self._loss_of, self._last, self._scale, self._seeds = loss_of, last, scale, seeds
         self.losses = torch.zeros(len(calls), dtype=torch.float64)
         """The loss of each micro-batch, on the rank of the last stage."""
         self.record = Record(perf_counter())
@@ -55,6 +59,8 @@ class Run:
         """Run the action of that number in the program. An error has a note that says where each micro-batch was."""
         action, before = self.program[at], perf_counter()
         try:
+            if self._tied is not None:
+                self._model.set_stage(action.stage, is_round=action.kind in ("B", "W"))
             came = self._come(action)
             begun = perf_counter()
             self._waited(begun - before)
@@ -82,8 +88,8 @@ class Run:
         """What the action needs from another stage."""
         needed = self.messages.needed(action)
         came = None if needed is None else self.messages.receive(*needed)
-        if self._tied is not None and action.kind == "B":
-            self._tied.before_backward()
+        if self._tied is not None and action.kind in ("B", "W"):
+            self._tied.before_round(action.stage)
         return came
 
     def _compute(self, action: Action, came: torch.Tensor | None) -> None:
@@ -92,10 +98,12 @@ class Run:
             self._forward(stage, micro, came)
         elif kind == "B":
             self._backward(stage, micro, came)
+            if self._tied is not None:
+                self._tied.after_backward(stage)
         elif kind == "I":
             with waiting() as later:
                 self._backward(stage, micro, came)
-            self._later[stage, micro] = later
+            self._later[stage, micro] = later if self._tied is None else self._all_later(stage, later, self._tied)
         else:
             compute(self._later.pop((stage, micro)))
 
@@ -106,6 +114,8 @@ class Run:
             x.requires_grad_(torch.is_grad_enabled())
         if is_last and self._last is not None:
             kwargs = {**kwargs, **self._last[micro]}
+        if self._seeds is not None:
+            seed_all(*self._seeds[micro])
         y = self._stages(stage, x, args, kwargs)
         if is_last:
             y = self._loss_of(y, micro)
@@ -131,8 +141,22 @@ class Run:
         if x is not None:
             assert x.grad is not None
             self.messages.send("B", stage, micro, x.grad)
-        if self._tied is not None:
-            self._tied.after_backward()
+
+    def _all_later(self, stage: int, later: Later, tied: TiedRounds) -> Later:
+        """Leave all gradients of a backward to its second half, the round, but those that the stage lends: see [Note: tied slices]."""
+        lent = tied.lent_by(stage)
+        now: Later = []
+        left: Later = []
+        for layer in later:
+            (now if any(_is_of(param, lent) for param in layer[0]) else left).append(layer)
+        compute(now)
+        tied.after_backward(stage)
+        return [*(([full], partial(tuple, [grad])) for full, grad in self._model.take_full_gradients()), *left]
+
+
+def _is_of(param: torch.Tensor | None, lent: Sequence[torch.Tensor]) -> bool:
+    """Whether a layer's parameter is one of these, or a view of one."""
+    return param is not None and any(full is param or full is param._base for full in lent)
 
 
 def _shown(value: Any) -> str:

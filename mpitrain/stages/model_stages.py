@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.models.draws import mark_places_after
+from mpitrain.models.stage_plan import StagePlan
+from mpitrain.parts import mark_stage
 from mpitrain.stage_streams import SplitStream, mark_stages, split_of
-from mpitrain.stages.plan import StagePlan
 
 
 class _PassOn(nn.Module):
@@ -97,6 +99,11 @@ class ModelStages:
         self._split = {stage: split for stage in mine if (split := self._split_stream(division[stage])) is not None}
         mark_stages(model, plan.stream)
         names_of = self.names_of(model, plan, division)
+        for module in model.modules():
+            mark_stage(module, min(mine))
+        for stage in sorted(mine, reverse=True):
+            for module in (each for name in names_of[stage] for each in model.get_submodule(name).modules()):
+                mark_stage(module, stage)
         owned = {
             id(param) for stage in mine for name in names_of[stage] for param in model.get_submodule(name).parameters()
         }
@@ -107,6 +114,7 @@ class ModelStages:
                     del model.get_submodule(parent)._modules[key]
         for block in self._blocks.children():
             block.register_forward_hook(_check_stream)
+        mark_places_after((self._keys.index(key), block) for key, block in self._blocks.named_children())
         for stage in mine:
             self._watch_borders(stage)
         self._is_called = False
@@ -214,7 +222,9 @@ class ModelStages:
         for name in (*names[: own.start], *after):
             found[name] = _PassOn(self.model.get_submodule(name))
         if stage:
-            found[names[own.start - 1]] = _Enter(self.model.get_submodule(names[own.start - 1]))
+            enter = _Enter(self.model.get_submodule(names[own.start - 1]))
+            mark_places_after([(own.start - 1, enter)])
+            found[names[own.start - 1]] = enter
         if stage < self.num_stages - 1:
             found[after[0]] = _Leave(self.model.get_submodule(after[0]))
         return found

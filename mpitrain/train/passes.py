@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from mpitrain.models import LanguageModel
+from mpitrain.models.draws import seed_all
 from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.optim.norms import Spent
 from mpitrain.sharding.module import steps_of
-from mpitrain.sharding.slices.api import seed_all
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.stages import Pipeline
 from mpitrain.tensor.layers import exchanges_of
@@ -137,7 +137,8 @@ class StagedPasses:
     def train(self, batches: Sequence[MicroBatch], scale: Scale, clock: StepClock) -> torch.Tensor:
         inputs, last = self._given(batches)
         before = clock.seconds["backward"]
-        losses = self.pipe.step(inputs, last=last, scale=scale)
+        seeds = [batch.seed for batch in batches if batch.seed is not None]
+        losses = self.pipe.step(inputs, last=last, scale=scale, seeds=seeds or None)
         clock.lap("backward")
         # Forwards and backwards take turns, so the pipeline's own record divides the time.
         clock.move(self.pipe.forward_share() * (clock.seconds["backward"] - before), "backward", "forward")

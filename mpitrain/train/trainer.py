@@ -13,12 +13,12 @@ from collectives import Communicator, recovery
 from mpitrain.config import Config
 from mpitrain.elastic.marks import Reason, launch_number
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
+from mpitrain.models.draws import seed_all
 from mpitrain.monitor.console import Terminal
 from mpitrain.monitor.heading import heading
 from mpitrain.monitor.record.lines import is_evaluated
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.rank0 import on_rank0
-from mpitrain.sharding.slices.api import seed_all
 from mpitrain.train import stop
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.totals import LossTotal

@@ -2,33 +2,28 @@
 
 A layer is "embedding" (what comes before the blocks), "blocks.N", or "head" (the norm and the products after the blocks). Tied weights
 belong to the embedding. The figures are those of the whole layer in the plain model, whatever the layout: each rank adds up its own
-elements of each layer, elements that several ranks hold count once, and one small message adds up the ranks.
+elements of each layer, elements that several ranks hold count once, and one small message adds up the ranks. Sums of squares and of
+entropies are exact (optim/exact_sums.py), so with slices the figures have the same bits at any number of ranks.
 """
 
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from itertools import islice
 
+import numpy as np
 import torch
 
 from mpitrain.models import LanguageModel
 from mpitrain.models.loss import IGNORED, observed
-from mpitrain.optim.norms import norms_of_each
-from mpitrain.optim.spread import counts_in_norms
+from mpitrain.optim.exact_sums import SLOTS, block_sums, to_digits, to_float
+from mpitrain.optim.spread import counts_in_norms, rows_of
 from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.tensor.layers import VocabularyCrossEntropy
 from mpitrain.tensor.vocabulary import entropy
 
-
-class _Sums(NamedTuple):
-    """Of one layer, over the elements that this rank counts, then over all ranks."""
-
-    squared_grads: float
-    zeros: float
-    grads: float
-    squared_params: float
-    squared_updates: float
+_NUM_SUMS = 3
+"""Sums of squares of a layer: of gradients, parameters and updates. The message has them, then the zeros and all of the gradients."""
 
 
 class LayerFigures:
@@ -46,9 +41,12 @@ class LayerFigures:
     def __init__(self, model: LanguageModel, *, every: int, total: Callable[..., list[float]]) -> None:
         self._model, self._every, self._total = model, every, total
         self.layers = ["embedding", *(f"blocks.{index}" for index in range(model.config.layers)), "head"]
-        self._entropy = [0.0, 0.0]  # the sum over targets that count, and their number
+        self._entropies: list[float] = []  # of each forward the sum over targets that count
+        self._num_targets = 0.0
         self._counted: list[tuple[str, torch.Tensor]] = []
-        self._of_grads: list[tuple[float, float, float]] = []
+        self._squared_grads: list[np.ndarray] = []  # of each parameter the sums of blocks
+        self._zeros: list[tuple[float, int]] = []  # in the gradient of each parameter, and all elements
+        self._scale = 1.0
         self._before: list[torch.Tensor] = []
         self._observing = ExitStack()
 
@@ -72,11 +70,9 @@ class LayerFigures:
         self._counted = _counted(self._model)
         params = [param for _, param in self._counted]
         grads = [param.new_zeros(0) if param.grad is None else param.grad for param in params]
-        scale = loss_scale or 1.0
-        self._of_grads = [
-            ((norm / scale) ** 2, zeros, grad.numel())
-            for norm, zeros, grad in zip(norms_of_each(grads), _zeros_of_each(grads), grads, strict=True)
-        ]
+        self._scale = loss_scale or 1.0
+        self._squared_grads = self._squares(grads)
+        self._zeros = [(zeros, grad.numel()) for zeros, grad in zip(_zeros_of_each(grads), grads, strict=True)]
         self._before = [param.detach().clone() for param in params]
 
     @torch.no_grad()
@@ -86,35 +82,47 @@ class LayerFigures:
         Norms of gradients are those before clipping, and norms of parameters are those before the update. A figure that is not defined
         is left out: the share of zeros without gradients, and the update ratio of a layer of zeros.
         """
-        norms = norms_of_each(self._before)
+        params = self._squares(self._before)
         if self._before:
             torch._foreach_sub_(self._before, [param.detach() for _, param in self._counted])
-        updates = norms_of_each(self._before)
-        own = {layer: _Sums(0, 0, 0, 0, 0) for layer in self.layers}
-        for (name, _), of_grad, norm, update in zip(self._counted, self._of_grads, norms, updates, strict=True):
-            layer = self._model.stage_plan.layer_of(name)
-            more = (*of_grad, norm * norm, update * update)
-            own[layer] = _Sums(*(a + b for a, b in zip(own[layer], more, strict=True)))
+        kinds = self._squared_grads, params, self._squares(self._before)
+        of_layers: dict[str, list[int]] = {layer: [] for layer in self.layers}
+        for index, (name, _) in enumerate(self._counted):
+            of_layers[self._model.stage_plan.layer_of(name)].append(index)
+        own: list[float] = []
+        for its in of_layers.values():
+            for kind in kinds:
+                own += to_digits(np.concatenate([np.empty(0), *(kind[index] for index in its)])).tolist()
+            own += [sum(self._zeros[index][0] for index in its), sum(self._zeros[index][1] for index in its)]
         # All ranks that see logits, of `tp` too, add both the sum and the number.
-        *sums, of_logits, num = self._total(*(value for each in own.values() for value in each), *self._entropy)
+        own += [*to_digits(np.array(self._entropies)).tolist(), self._num_targets]
+        total = iter(self._total(*own))
+        scale = self._scale
         self._give_up()
-        width = len(_Sums._fields)
         figures: dict[str, float] = {}
-        for index, layer in enumerate(self.layers):
-            figures |= _figures(layer, _Sums(*sums[index * width : (index + 1) * width]))
+        for layer in self.layers:
+            sums = [to_float(list(islice(total, SLOTS))) for _ in range(_NUM_SUMS)]
+            figures |= _figures(layer, sums[0] / scale**2, *sums[1:], *islice(total, 2))
+        of_logits, num = to_float(list(islice(total, SLOTS))), next(total)
         return figures | ({"logit_entropy": of_logits / num} if num else {})
+
+    def _squares(self, tensors: list[torch.Tensor]) -> list[np.ndarray]:
+        """The sums of squares of blocks of tensors that are like the parameters that count."""
+        return block_sums([rows_of(param, each) for (_, param), each in zip(self._counted, tensors, strict=True)])
 
     def _see(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
         loss = self._model.loss
         exchange = loss.ranks.exchange if isinstance(loss, VocabularyCrossEntropy) else None
         counts = targets != IGNORED
-        self._entropy[0] += entropy(logits, exchange)[counts].sum(dtype=torch.float64).item()
-        self._entropy[1] += counts.sum().item()
+        found = entropy(logits, exchange)[counts].sum(dtype=torch.float64).item()
+        self._entropies.append(0.0 if found < 0 else found)  # rounding may make it negative
+        self._num_targets += counts.sum().item()
 
     def _give_up(self) -> None:
         """Forget a step, which an error may have ended early."""
         self._observing.close()
-        self._entropy, self._counted, self._of_grads, self._before = [0.0, 0.0], [], [], []
+        self._entropies, self._num_targets, self._scale = [], 0.0, 1.0
+        self._counted, self._squared_grads, self._zeros, self._before = [], [], [], []
 
 
 def _counted(model: LanguageModel) -> list[tuple[str, torch.Tensor]]:
@@ -138,11 +146,13 @@ def _zeros_of_each(grads: list[torch.Tensor]) -> list[float]:
     return zeros
 
 
-def _figures(layer: str, sums: _Sums) -> dict[str, float]:
-    figures = {f"param_norm/{layer}": math.sqrt(sums.squared_params)}
-    if sums.grads:
-        figures[f"grad_norm/{layer}"] = math.sqrt(sums.squared_grads)
-        figures[f"zeros/{layer}"] = sums.zeros / sums.grads
-    if sums.squared_params:
-        figures[f"update_ratio/{layer}"] = math.sqrt(sums.squared_updates / sums.squared_params)
+def _figures(
+    layer: str, squared_grads: float, squared_params: float, squared_updates: float, zeros: float, num_grads: float
+) -> dict[str, float]:
+    figures = {f"param_norm/{layer}": math.sqrt(squared_params)}
+    if num_grads:
+        figures[f"grad_norm/{layer}"] = math.sqrt(squared_grads)
+        figures[f"zeros/{layer}"] = zeros / num_grads
+    if squared_params:
+        figures[f"update_ratio/{layer}"] = math.sqrt(squared_updates / squared_params)
     return figures

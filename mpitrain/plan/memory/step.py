@@ -162,7 +162,7 @@ def _reduce(model: LanguageModel, tracker: Tracker, config: Config, rank: StepRa
             return  # a pipeline keeps full gradients until the end of the step
         if index == at and (rank.num_data > 1 or config.train.slices):
             param.grad = None  # moved to a gradient buffer
-        while at < len(order) and not missing[at] and config.parallel.stage != 1:
+        while at < len(order) and missing[at] <= 0 and config.parallel.stage != 1:
             if is_first:
                 tracker.add("gradients", reduced[at])
             for done in order[at]:

@@ -1,8 +1,5 @@
-"""`rounds`: what this rank trains in a step. `slice_mean`: the mean of a number over the slices. `seed_all`: random numbers that do not
-depend on the rank."""
+"""`rounds`: what this rank trains in a step. `slice_mean`: the mean of a number over the slices."""
 
-import hashlib
-import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -62,18 +59,3 @@ def _slices(model: nn.Module, caller: str) -> Slices:
     if slices is None:
         raise ValueError(f"{caller}: the model has no slices; pass slices=..., a power of two, to fully_shard")
     return slices
-
-
-def seed_all(*numbers: int) -> None:
-    """Seed torch (the CPU and all GPUs), NumPy's global generator and Python's `random` by some numbers, in 20 microseconds.
-
-    Other numbers, or the same ones in another order, give other seeds. With slices call `seed_all(seed, step, slice)` before each
-    forward: then dropout draws the same numbers at any number of ranks, and after a resume at any step. Activation checkpointing draws
-    the same numbers in its second forward.
-    """
-    text = "/".join(map(str, numbers))
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"mpitrain.random").digest()
-    number = int.from_bytes(digest, "little")
-    torch.manual_seed(number)
-    np.random.seed(number % 2**32)
-    random.seed(number)

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from collectives import Communicator
 from mpitrain.batch_norm import SyncBatchNorm
+from mpitrain.parts import stage_of
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.slices.tree import TreeSum
 from mpitrain.torch_internals import count_writes, with_own_counter
@@ -26,12 +27,14 @@ from mpitrain.torch_internals import count_writes, with_own_counter
 class SliceBuffers:
     """The buffers under `root`, a model with slices. They are copied once, for the values of the step's begin.
 
-    `comm`: the ranks with different data. `in_stages`: the model is in stages of a pipeline, where forwards of later rounds come before
-    the backward of a round. Otherwise a round may have several forwards, of which the last one decides.
+    `comm`: the ranks with different data. In the stages of a pipeline forwards of later rounds come before the backward of a round, and
+    a round has one forward of each stage. Otherwise a round may have several forwards, of which the last one decides.
     """
 
-    def __init__(self, root: nn.Module, slices: Slices, comm: Communicator, *, in_stages: bool) -> None:
-        self._slices, self._comm, self._in_stages = slices, comm, in_stages
+    def __init__(self, root: nn.Module, slices: Slices, comm: Communicator) -> None:
+        self._slices, self._comm = slices, comm
+        self.stage = stage_of(root)
+        """The stage of a pipeline of which the next forward is; None: the model is not in stages."""
         found: dict[int, _Buffer] = {}  # a buffer that two modules share is one
         for module in root.modules():
             if isinstance(module, SyncBatchNorm):
@@ -46,7 +49,7 @@ class SliceBuffers:
     def begin_forward(self) -> None:
         """Called before the outermost forward with gradients."""
         for buffer in self._buffers:
-            if self._in_stages and self._is_under_way:
+            if self.stage is not None and self._is_under_way:
                 buffer.restore()
             buffer.begin_forward(is_first=not self._is_under_way)
         self._is_under_way = True
@@ -54,20 +57,24 @@ class SliceBuffers:
     def end_forward(self) -> None:
         """Called after it."""
         for buffer in self._buffers:
-            buffer.end_forward()
+            if buffer.stage == self.stage:
+                buffer.end_forward()
+                if self.stage is not None:
+                    buffer.end_round()
 
     def end_round(self) -> None:
-        """Called at the end of a backward. Collective after the last round of a step.
+        """Called at the end of a backward. Collective after the last round of a step of a model that is not in stages.
 
         Forwards that activation checkpointing repeats in the backward change nothing.
         """
+        if self.stage is not None:
+            return
         for buffer in self._buffers:
-            buffer.end_round(0 if self._in_stages else -1)
-            if not self._in_stages:
-                buffer.restore()
+            buffer.end_round()
+            buffer.restore()
         self._num_done += 1
         if self._num_done == self._slices.num_rounds:
-            self._end_step()
+            self.end_step()
 
     def forget(self) -> None:
         """Begin the step again."""
@@ -83,7 +90,8 @@ class SliceBuffers:
         self.forget()
 
     @torch.no_grad()
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
+        """Merge what the rounds have made of the buffers. Collective."""
         if self._buffers:
             changed = torch.tensor([buffer.is_changed for buffer in self._buffers], dtype=torch.uint8)
             self._comm.all_reduce(changed, "max")  # a rank may have skipped modules
@@ -99,7 +107,7 @@ class SliceBuffers:
         device = buffers[0].begun.device
         rounds = [
             torch.cat([_numbers(buffer.of_round(number)).to(device, torch.float64) for buffer in buffers])
-            for number in range(self._num_done)
+            for number in range(self._slices.num_rounds)
         ]
         mine = torch.stack(rounds)
         everyone = torch.empty((self._comm.size, *mine.shape), dtype=mine.dtype, device=device)
@@ -130,15 +138,15 @@ class _Buffer:
     """One buffer of a module. A tensor of another dtype or shape in its place, such as a cache that grows, is left alone."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
+        self._module, self._name, self.stage = module, name, stage_of(module)
         self._is_of_norm = isinstance(module, _NormBase)
         self.begun = torch.empty(0)
         """The values that the step began with, from its first forward on."""
         # The tensor when this object last used it, and its count of writes.
         self._seen: tuple[torch.Tensor | None, int] | None = None
         self._is_changed = False  # by a forward, since the values were written here
-        # The values after the forwards whose backward has not come, and after the rounds of the step; None if nothing has changed them.
-        self._of_forwards: list[torch.Tensor | None] = []
+        # The values after the last forward, and after the rounds of the step; None if nothing has changed them.
+        self._of_forward: torch.Tensor | None = None
         self._of_rounds: list[torch.Tensor | None] = []
 
     def begin_forward(self, *, is_first: bool) -> None:
@@ -154,13 +162,13 @@ class _Buffer:
         after = None
         if (self._may_change_unseen or self._is_written) and self._is_followed(now):
             after, self._is_changed = now.detach().clone(), True
-        self._of_forwards.append(after)
+        self._of_forward = after
         self._look()
 
-    def end_round(self, forward: int) -> None:
-        """Keep the values after a forward as those of a round: the first one that waits for its backward, 0, or the last one, -1."""
-        self._of_rounds.append(self._of_forwards[forward] if self._of_forwards else None)
-        self._of_forwards = self._of_forwards[1:] if forward == 0 else []
+    def end_round(self) -> None:
+        """Keep the values after the last forward as those of a round."""
+        self._of_rounds.append(self._of_forward)
+        self._of_forward = None
 
     def restore(self) -> None:
         """Restore the values that the step began with."""
@@ -169,7 +177,7 @@ class _Buffer:
 
     def forget(self) -> None:
         """Forget the forwards and the rounds."""
-        self._of_forwards, self._of_rounds = [], []
+        self._of_forward, self._of_rounds = None, []
 
     @property
     def is_changed(self) -> bool:

@@ -20,12 +20,15 @@ gradients of one unit are reduced, the gradients of the next unit go into the ot
 progresses whenever a gradient comes. Before the next reduction begins, the rank waits for the end of this one. So a rank that is less
 than one unit ahead of the other ranks does not wait. Only gradients that are sums over `tp` ranks are added up first, with these ranks.
 
+[Note: rounds of stages] In a pipeline with slices a backward is of one stage. It reduces the gradients of this stage alone, because
+each stage has rounds of its own. The first half of a backward that is divided reduces nothing.
+
 [Note: compressed] With `compress_gradients` the average over copies of the model comes last, after the end of the backward and after
 the ranks have found the parameters that none has used: `compress`. Until then full gradients stay where autograd put them.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -49,9 +52,14 @@ class Reducer:
         self.gradients: list[tuple[Unit, Gradients]] = []
         """All gradients that are reduced, in the order in which they were added: an index of this list stays valid."""
         self._complete: set[Unit] = set()
-        # Parameters whose gradients have not come in this backward.
+        self._at: dict[Gradients, int] = {}  # the index in the turn
+        # Parameters whose gradients have not come in this backward, and how many parameters it reduces.
         self._missing: dict[Unit, set[tuple[Gradients, int]]] = {}
-        self._next = 0  # index, in the order, of the gradients to reduce next
+        self._num_trained: dict[Unit, int] = {}
+        self._turn: list[tuple[Unit, Gradients]] = []  # what this backward reduces, in the order
+        self._next = 0  # index, in the turn, of the gradients to reduce next
+        self.stages: Collection[int] | None = None
+        """The stages of a pipeline whose gradients the next backwards reduce; None: all. See [Note: rounds of stages]."""
         self._left_some = False  # whether this backward skipped a reduction, under `no_sync`
         self.waits = False
         """Whether full gradients of backwards under `no_sync` wait for their reduction."""
@@ -71,11 +79,7 @@ class Reducer:
         ]
         # Parameters whose gradients are not reduced, the same on all ranks.
         self.frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
-        self._at = {gradients: place for place, (_, gradients) in enumerate(self.order)}
         self.gradients += [each for each in self.order if each not in self.gradients]
-        self._trained: dict[Unit, set[tuple[Gradients, int]]] = {unit: set() for unit in self.units}
-        for unit, gradients in self.order:
-            self._trained[unit] |= {(gradients, index) for index in range(len(gradients.params))}
         self._allocate()
 
     def _allocate(self) -> None:
@@ -102,7 +106,9 @@ class Reducer:
     def take(self, number: int, index: int) -> Unit | None:
         """Take the full gradient of parameter `index` of `gradients[number]`. Returns the unit if this gradient was its last one."""
         unit, gradients = self.gradients[number]
-        place = self._at[gradients]
+        place = self._at.get(gradients)
+        if place is None:
+            return None  # of another stage
         if place < self._next and unit.sync_gradients:
             raise RuntimeError(
                 f"parameter {gradients.params[index].name} got a second gradient in one backward, after the first was reduced: its "
@@ -120,11 +126,11 @@ class Reducer:
         if not unit.reduces_early:
             return
         self._complete.add(unit)
-        while self._next < len(self.order) and self.order[self._next][0] in self._complete:
+        while self._next < len(self._turn) and self._turn[self._next][0] in self._complete:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        unit, gradients = self.order[self._next]
+        unit, gradients = self._turn[self._next]
         self._next += 1
         if not unit.sync_gradients:
             self._left_some = True
@@ -159,7 +165,12 @@ class Reducer:
         self._next = 0
         self._left_some = False
         self._complete.clear()
-        self._missing = {unit: set(trained) for unit, trained in self._trained.items()}
+        self._turn = [each for each in self.order if self.stages is None or each[1].stage in self.stages]
+        self._at = {gradients: place for place, (_, gradients) in enumerate(self._turn)}
+        self._missing = {unit: set() for unit in self.units}
+        for unit, gradients in self._turn:
+            self._missing[unit] |= {(gradients, index) for index in range(len(gradients.params))}
+        self._num_trained = {unit: len(missing) for unit, missing in self._missing.items()}
         self.done.clear()
         for _, gradients in self.order:
             gradients.is_compressed = self.compression is not None and self.compression.takes(gradients)
@@ -167,8 +178,8 @@ class Reducer:
     def end(self, *, makes_graph: bool) -> None:
         """End a backward: reduce the other units, and wait. `makes_graph`: the backward recorded a graph for a later backward."""
         if not makes_graph:
-            self.by_inputs |= {unit for unit, left in self._missing.items() if 0 < len(left) < len(self._trained[unit])}
-        while self._next < len(self.order):
+            self.by_inputs |= {unit for unit, left in self._missing.items() if 0 < len(left) < self._num_trained[unit]}
+        while self._next < len(self._turn):
             self._reduce_next()
         self._end_one()
         if self._left_some or self.waits:

@@ -29,7 +29,7 @@ through that graph, and the next forward begins. A later backward through the gr
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -39,7 +39,8 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.backward import backward
-from mpitrain.parts import part_of
+from mpitrain.models.draws import mark_places, seeded_at_places
+from mpitrain.parts import stage_of
 from mpitrain.sharding.slices.buffers import SliceBuffers
 from mpitrain.sharding.step.arguments import cast, tensors_in
 from mpitrain.sharding.step.calls import Calls
@@ -116,8 +117,9 @@ class TrainingStep:
         )
         self.reducer = Reducer(units)
         slices = units[0].slices
-        in_stages = any(part.is_in_stages for part in map(part_of, self._shards) if part is not None)
-        self._slice_buffers = None if slices is None else SliceBuffers(root, slices, whole, in_stages=in_stages)
+        self._slice_buffers = None if slices is None else SliceBuffers(root, slices, whole)
+        if slices is not None and stage_of(root) is None:
+            mark_places(root)
         self._num_watched = 0  # number of the reducer's gradients with hooks
         self._watch_gradients()
         _living.add(self)
@@ -167,7 +169,8 @@ class TrainingStep:
             slice_buffers = self._slice_buffers if is_root and with_grad else None
             if slice_buffers is not None:
                 slice_buffers.begin_forward()
-            output = self._run(unit, call, args, kwargs, is_watched=with_grad and unit in self.reducer.by_inputs)
+            with seeded_at_places() if slice_buffers is not None else nullcontext():
+                output = self._run(unit, call, args, kwargs, is_watched=with_grad and unit in self.reducer.by_inputs)
             if slice_buffers is not None:
                 slice_buffers.end_forward()
             unit.check_output(tensors_in(output))
@@ -386,6 +389,18 @@ class TrainingStep:
             return
         smallest = min((param for _, each in self.reducer.order for param in each.params), key=lambda p: p.full.numel())
         backward([smallest.full], [torch.zeros_like(smallest.full)])
+
+    def set_stage(self, stage: int, *, is_round: bool) -> None:
+        """The next forward or backward is one of this stage of a pipeline. `is_round`: see `ShardedModule.set_stage`."""
+        self.reducer.stages = (stage,) if is_round else ()
+        if self._slice_buffers is not None:
+            self._slice_buffers.stage = stage
+
+    def end_step_of_stages(self) -> None:
+        """Merge the buffers after the last round of all stages. Collective."""
+        if self._slice_buffers is not None:
+            with self._communicating():
+                self._slice_buffers.end_step()
 
     def drop(self) -> None:
         """Drop gradients that wait, and the rounds of a step with slices that has not ended."""

@@ -65,7 +65,10 @@ class Gradients:
         self.ranks, self._offload = ranks, offload
         width = 2 if reduce_dtype.is_complex else 1
         self._counts = [count * width for count in layout.counts]  # how many real numbers each rank's part has
-        tied = {part.tied for param in params if (part := part_of(param.full)) is not None}
+        marks = [part for param in params if (part := part_of(param.full)) is not None]
+        self.stage = marks[0].stage if marks and slices is not None else None
+        """With slices, the stage of a pipeline whose backwards are the rounds of these gradients: one for all parameters."""
+        tied = {part.tied for part in marks}
         self.is_lent = slices is not None and any(comm is not None and comm.rank > 0 for comm in tied)
         """Whether another stage of a pipeline adds these gradients up: see [Note: tied slices] in stages/tied.py."""
         bounds = [bound * width for bound in layout.bounds]

@@ -7,7 +7,7 @@ from mpitrain.stages.schedules.one_stage import gpipe, one_f_one_b, zero_bubble_
 from mpitrain.stages.schedules.schedule import Action, Schedule, StageTimes, Times
 from mpitrain.stages.schedules.vee import dual_pipe_v, zero_bubble_v
 
-__all__ = ["SCHEDULES", "Action", "Schedule", "StageTimes", "Times", "check_order", "make_schedule"]
+__all__ = ["SCHEDULES", "Action", "Schedule", "StageTimes", "Times", "make_schedule"]
 
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
@@ -37,14 +37,3 @@ def make_schedule(name: str, num_ranks: int, num_micro: int, stages_per_rank: in
     if (count := 2 if stages_per_rank is None else stages_per_rank) < 2:
         raise ValueError(f"interleaved needs at least 2 stages on each rank, got {count}")
     return SCHEDULES[name](num_ranks, num_micro, count)
-
-
-def check_order(schedule: Schedule) -> None:
-    """ValueError for a schedule whose backwards are not in order: then gradients cannot be added up slice by slice."""
-    if schedule.is_in_order:
-        return
-    in_order = [name for name, make in SCHEDULES.items() if make(2, 4).is_in_order]
-    raise ValueError(
-        f"{schedule.name}: with slices each rank must compute whole backwards of one stage, in the order of the slices; expected "
-        f"{' or '.join(in_order)}"
-    )

@@ -20,6 +20,7 @@ def check(schedule: Schedule) -> Timeline:
     _check_actions(schedule, programs)
     check_messages(schedule, programs)
     for rank, program in enumerate(programs):
+        _check_order(rank, program)
         if (found := _peak(program)) != (promised := schedule.peak(rank)):
             raise ScheduleError(f"rank {rank} holds the activations of {found} forwards; the formula says {promised}")
     unit = timeline(schedule, _TIMES[0])  # proves that no rank waits for ever
@@ -82,6 +83,16 @@ def _check_actions(schedule: Schedule, programs: list[tuple[Action, ...]]) -> No
     for action in done:
         if action.kind == "B" and action._replace(kind="I") in done:
             raise ScheduleError(f"{action} runs whole and in halves")
+
+
+def _check_order(rank: int, program: tuple[Action, ...]) -> None:
+    """ScheduleError unless each stage has its gradients of weights, and all else, in the order of the micro-batches, as slices need."""
+    done: Counter[tuple[int, str]] = Counter()
+    for action in program:
+        for what in {"B": "IW"}.get(action.kind, action.kind):
+            if done[action.stage, what] != action.micro:
+                raise ScheduleError(f"rank {rank} runs {action} before that of micro-batch {done[action.stage, what]}")
+            done[action.stage, what] += 1
 
 
 def check_messages(schedule: Schedule, programs: list[tuple[Action, ...]]) -> None:

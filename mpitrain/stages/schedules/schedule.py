@@ -90,12 +90,6 @@ class Schedule:
     def num_stages(self) -> int:
         return self.num_ranks * self.stages_per_rank
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether each rank has one stage, whose backwards are whole and come in the order of the micro-batches."""
-        backwards = [[action for action in self.program(rank) if action.kind != "F"] for rank in range(self.num_ranks)]
-        return all(its == [Action("B", its[0].stage, micro) for micro in range(self.num_micro)] for its in backwards)
-
     def needed(self, action: Action) -> list[Action]:
         """The actions of other stages whose result an action needs: of a backward both kinds, of which the schedule has one."""
         kind, stage, micro = action

@@ -17,10 +17,10 @@ from collectives import Communicator
 from mpitrain.config import CheckpointConfig, Config, ConfigError, ParallelConfig, differences, from_text, to_toml
 from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
+from mpitrain.models.draws import seed_all
 from mpitrain.monitor.diff.conditions import changes_of_bits, of_checkpoint
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import DiLoCo
-from mpitrain.sharding.slices.api import seed_all
 from mpitrain.sharding.unit.registry import diloco_of
 from mpitrain.sharding.unit.wires import chosen_format
 from mpitrain.train.checkpoints import random_states

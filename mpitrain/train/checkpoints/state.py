@@ -7,7 +7,7 @@ from mpitrain.config import Config, ConfigError
 from mpitrain.elastic.lease import Lease
 from mpitrain.health import Health
 from mpitrain.init import initialize
-from mpitrain.sharding.slices.api import seed_all
+from mpitrain.models.draws import seed_all
 from mpitrain.sharding.unit.registry import compression_of
 from mpitrain.train.checkpoints import saving
 from mpitrain.train.workload import Workload

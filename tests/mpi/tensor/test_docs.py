@@ -34,4 +34,4 @@ def test_a_program_runs(comm: Communicator, shared_tmp: Path, monkeypatch: pytes
 
 
 def test_there_are_programs() -> None:
-    assert len(PROGRAMS) == 7
+    assert len(PROGRAMS) == 8

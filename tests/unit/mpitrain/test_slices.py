@@ -111,9 +111,9 @@ def test_each_slice_has_one_rank_and_all_ranks_take_part_in_all_rounds(num_ranks
             "with parallel.compress top_k bits depend",
         ),
         (
-            "--train.slices 4 --parallel.pipeline 2 --parallel.schedule zb-v",
+            "--train.slices 4 --parallel.pipeline 2 --parallel.schedule dualpipe-v",
             4,
-            r"^parallel.schedule: zb-v: with slices .*; expected gpipe or 1f1b$",
+            r"expected at least .* = 4 micro-batches, got 2; the micro-batches are the slices of a rank: 2 of train.slices 4",
         ),
     ],
 )

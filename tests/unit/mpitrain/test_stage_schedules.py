@@ -88,6 +88,15 @@ def test_a_wrong_schedule_is_found(case: str) -> None:
         check(broken(change))
 
 
+def test_gradients_of_weights_in_another_order_are_found() -> None:
+    """Slices need their order; no message does."""
+    schedule = SCHEDULES["zb-h1"](2, 3)
+    *others, last_but_one, last = schedule.program(1)
+    programs = [schedule.program(0), (*others, last, last_but_one)]
+    with pytest.raises(ScheduleError, match=r"rank 1 runs W1\.2 before that of micro-batch 1"):
+        check(replace(schedule, program=programs.__getitem__))
+
+
 def test_a_promise_that_is_not_kept_is_found() -> None:
     schedule = SCHEDULES["1f1b"](3, 6)
     with pytest.raises(ScheduleError, match="rank 0 holds the activations of 3 forwards; the formula says 2"):
