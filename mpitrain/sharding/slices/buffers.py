@@ -27,7 +27,7 @@ class SliceBuffers:
     """The buffers under `root`, a model with slices. They are copied once, for the values of the step's begin.
 
     `comm`: the ranks with different data. `in_stages`: the model is in stages of a pipeline, where forwards of later rounds come before
-    the backward of a round. Otherwise a round may have several forwards, of which the last one decides.
+    the backward of a round. Otherwise a round may have several forwards, of which the last one that changes a buffer decides.
     """
 
     def __init__(self, root: nn.Module, slices: Slices, comm: Communicator, *, in_stages: bool) -> None:
@@ -62,7 +62,7 @@ class SliceBuffers:
         Forwards that activation checkpointing repeats in the backward change nothing.
         """
         for buffer in self._buffers:
-            buffer.end_round(0 if self._in_stages else -1)
+            buffer.end_round(1 if self._in_stages else None)
             if not self._in_stages:
                 buffer.restore()
         self._num_done += 1
@@ -146,6 +146,7 @@ class _Buffer:
         if self._is_written or (is_first and self._is_of_norm):
             now = self._now
             self.begun = torch.empty(0) if now is None else now.detach().clone()
+            self._of_forwards = [None] * len(self._of_forwards)
         self._look()
 
     def end_forward(self) -> None:
@@ -157,10 +158,11 @@ class _Buffer:
         self._of_forwards.append(after)
         self._look()
 
-    def end_round(self, forward: int) -> None:
-        """Keep the values after a forward as those of a round: the first one that waits for its backward, 0, or the last one, -1."""
-        self._of_rounds.append(self._of_forwards[forward] if self._of_forwards else None)
-        self._of_forwards = self._of_forwards[1:] if forward == 0 else []
+    def end_round(self, num_forwards: int | None) -> None:
+        """Keep the values after the first `num_forwards` forwards that wait for their backward, or after all, as those of a round."""
+        its = self._of_forwards[:num_forwards]
+        self._of_forwards = self._of_forwards[len(its) :]
+        self._of_rounds.append(next((values for values in reversed(its) if values is not None), None))
 
     def restore(self) -> None:
         """Restore the values that the step began with."""

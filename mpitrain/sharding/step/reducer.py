@@ -20,6 +20,10 @@ gradients of one unit are reduced, the gradients of the next unit go into the ot
 progresses whenever a gradient comes. Before the next reduction begins, the rank waits for the end of this one. So a rank that is less
 than one unit ahead of the other ranks does not wait. Only gradients that are sums over `tp` ranks are added up first, with these ranks.
 
+[Note: rounds] With slices a backward is a round of the step, and each reduction adds its gradients to the sums. A backward that
+computes no gradient of a parameter is no round, as that of `torch.autograd.grad` for inputs: it reduces nothing. So reductions begin
+only when the first gradient has come.
+
 [Note: compressed] With `compress_gradients` the average over copies of the model comes last, after the end of the backward and after
 the ranks have found the parameters that none has used: `compress`. Until then full gradients stay where autograd put them.
 """
@@ -55,6 +59,8 @@ class Reducer:
         self._left_some = False  # whether this backward skipped a reduction, under `no_sync`
         self.waits = False
         """Whether full gradients of backwards under `no_sync` wait for their reduction."""
+        self.is_pending = False
+        """With slices: whether this backward has computed no gradient of a parameter so far: see [Note: rounds]."""
         self.reducing: Gradients | None = None
         """The gradients whose reduction has begun and has not ended."""
         # The buffers, in host memory. The first one is free.
@@ -108,6 +114,7 @@ class Reducer:
                 f"parameter {gradients.params[index].name} got a second gradient in one backward, after the first was reduced: its "
                 "module ran twice under reentrant activation checkpointing; pass use_reentrant=False"
             )
+        self.is_pending = False
         stays = gradients.adopts or gradients.stays_full
         if place == self._next and unit.sync_gradients and gradients.on_host and not stays:
             gradients.place_grad(index, self._buffer(unit, gradients))
@@ -120,7 +127,7 @@ class Reducer:
         if not unit.reduces_early:
             return
         self._complete.add(unit)
-        while self._next < len(self.order) and self.order[self._next][0] in self._complete:
+        while not self.is_pending and self._next < len(self.order) and self.order[self._next][0] in self._complete:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
@@ -158,6 +165,7 @@ class Reducer:
         """Begin a backward."""
         self._next = 0
         self._left_some = False
+        self.is_pending = any(gradients.sums is not None for _, gradients in self.order)
         self._complete.clear()
         self._missing = {unit: set(trained) for unit, trained in self._trained.items()}
         self.done.clear()
@@ -166,6 +174,8 @@ class Reducer:
 
     def end(self, *, makes_graph: bool) -> None:
         """End a backward: reduce the other units, and wait. `makes_graph`: the backward recorded a graph for a later backward."""
+        if self.is_pending:
+            return
         if not makes_graph:
             self.by_inputs |= {unit for unit, left in self._missing.items() if 0 < len(left) < len(self._trained[unit])}
         while self._next < len(self.order):
