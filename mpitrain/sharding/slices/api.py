@@ -1,17 +1,18 @@
 """`rounds`: what this rank trains in a step. `slice_mean`: the mean of a number over the slices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
+from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.slices.rounds import Round, Slices
 from mpitrain.sharding.slices.tree import tree_sum
 from mpitrain.sharding.unit.registry import sharded_over, slices_of
 
 
-def rounds(model: nn.Module) -> list[Round]:
+def rounds(model: nn.Module) -> Iterator[Round]:
     """The forwards and backwards of this rank in each step of a model with slices, in their order.
 
         losses = []
@@ -25,10 +26,14 @@ def rounds(model: nn.Module) -> list[Round]:
 
     After the last round `.grad` of the shards is the mean of the slices' gradients. All ranks have the same number of rounds. Where
     `counts` is false, the rank has no slice left: it runs an earlier one again, because all ranks must take part in each round, and
-    the gradient of this round is left out, and so is what it makes of buffers. `slice_mean` leaves its loss out, too. ValueError if the
-    model has no slices.
+    the gradient of this round is left out, and so is what it makes of buffers. `slice_mean` leaves its loss out, too. A round may have
+    several forwards, but one backward: add up its losses. `torch.autograd.grad` for inputs is no backward here.
+
+    Raises:
+        ValueError: the model has no slices.
+        RuntimeError: at the next round, if a round did not have one backward, unless no round had any.
     """
-    return _slices(model, "rounds").rounds
+    return _compared(model, _slices(model, "rounds"))
 
 
 def slice_mean(model: nn.Module, values: Sequence[float | torch.Tensor] | torch.Tensor) -> float:
@@ -59,3 +64,23 @@ def _slices(model: nn.Module, caller: str) -> Slices:
     if slices is None:
         raise ValueError(f"{caller}: the model has no slices; pass slices=..., a power of two, to fully_shard")
     return slices
+
+
+def _compared(model: nn.Module, slices: Slices) -> Iterator[Round]:
+    """The rounds, with a comparison of the model's backwards with their number."""
+    begun = {step: step.num_backwards for step in steps_of(model)}
+
+    def check(num_rounds: int) -> None:
+        for step in steps_of(model):
+            num = step.num_backwards - begun.get(step, 0)
+            if num not in (0, num_rounds):  # a part of a model may have none, and a program may want the numbers alone
+                raise RuntimeError(
+                    f"rounds: {num} backward{'s' * (num != 1)} in {num_rounds} round{'s' * (num_rounds != 1)}, so gradients would be "
+                    "added up in another order at another number of ranks; expected one in each round: add the losses of a round, and "
+                    "call backward once"
+                )
+
+    for index, each in enumerate(slices.rounds):
+        check(index)
+        yield each
+    check(slices.num_rounds)

@@ -28,7 +28,8 @@ class SliceBuffers:
     """The buffers under `root`, a model with slices. They are copied once, for the values of the step's begin.
 
     `comm`: the ranks with different data. In the stages of a pipeline forwards of later rounds come before the backward of a round, and
-    a round has one forward of each stage. Otherwise a round may have several forwards, of which the last one decides.
+    a round has one forward of each stage. Otherwise a round may have several forwards, of which the last one that changes a buffer
+    decides.
     """
 
     def __init__(self, root: nn.Module, slices: Slices, comm: Communicator) -> None:
@@ -145,7 +146,7 @@ class _Buffer:
         # The tensor when this object last used it, and its count of writes.
         self._seen: tuple[torch.Tensor | None, int] | None = None
         self._is_changed = False  # by a forward, since the values were written here
-        # The values after the last forward, and after the rounds of the step; None if nothing has changed them.
+        # The values after the round's last forward that changed them, and after the rounds of the step; None if none did.
         self._of_forward: torch.Tensor | None = None
         self._of_rounds: list[torch.Tensor | None] = []
 
@@ -154,19 +155,18 @@ class _Buffer:
         if self._is_written or (is_first and self._is_of_norm):
             now = self._now
             self.begun = torch.empty(0) if now is None else now.detach().clone()
+            self._of_forward = None
         self._look()
 
     def end_forward(self) -> None:
         """Keep the values if the forward may have changed them."""
         now = self._now
-        after = None
         if (self._may_change_unseen or self._is_written) and self._is_followed(now):
-            after, self._is_changed = now.detach().clone(), True
-        self._of_forward = after
+            self._of_forward, self._is_changed = now.detach().clone(), True
         self._look()
 
     def end_round(self) -> None:
-        """Keep the values after the last forward as those of a round."""
+        """Keep the values after the last forward that changed them as those of a round."""
         self._of_rounds.append(self._of_forward)
         self._of_forward = None
 

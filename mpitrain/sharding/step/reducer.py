@@ -23,6 +23,10 @@ than one unit ahead of the other ranks does not wait. Only gradients that are su
 [Note: rounds of stages] In a pipeline with slices a backward is of one stage. It reduces the gradients of this stage alone, because
 each stage has rounds of its own. The first half of a backward that is divided reduces nothing.
 
+[Note: rounds] With slices a backward is a round of the step, and each reduction adds its gradients to the sums. A backward that
+computes no gradient of a parameter is no round, as that of `torch.autograd.grad` for inputs: it reduces nothing. So reductions begin
+only when the first gradient has come.
+
 [Note: compressed] With `compress_gradients` the average over copies of the model comes last, after the end of the backward and after
 the ranks have found the parameters that none has used: `compress`. Until then full gradients stay where autograd put them.
 """
@@ -63,6 +67,8 @@ class Reducer:
         self._left_some = False  # whether this backward skipped a reduction, under `no_sync`
         self.waits = False
         """Whether full gradients of backwards under `no_sync` wait for their reduction."""
+        self.is_pending = False
+        """With slices: whether this backward has computed no gradient of a parameter so far: see [Note: rounds]."""
         self.reducing: Gradients | None = None
         """The gradients whose reduction has begun and has not ended."""
         # The buffers, in host memory. The first one is free.
@@ -114,6 +120,7 @@ class Reducer:
                 f"parameter {gradients.params[index].name} got a second gradient in one backward, after the first was reduced: its "
                 "module ran twice under reentrant activation checkpointing; pass use_reentrant=False"
             )
+        self.is_pending = False
         stays = gradients.adopts or gradients.stays_full
         if place == self._next and unit.sync_gradients and gradients.on_host and not stays:
             gradients.place_grad(index, self._buffer(unit, gradients))
@@ -126,7 +133,7 @@ class Reducer:
         if not unit.reduces_early:
             return
         self._complete.add(unit)
-        while self._next < len(self._turn) and self._turn[self._next][0] in self._complete:
+        while not self.is_pending and self._next < len(self._turn) and self._turn[self._next][0] in self._complete:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
@@ -166,6 +173,7 @@ class Reducer:
         self._left_some = False
         self._complete.clear()
         self._turn = [each for each in self.order if self.stages is None or each[1].stage in self.stages]
+        self.is_pending = any(gradients.sums is not None for _, gradients in self._turn)
         self._at = {gradients: place for place, (_, gradients) in enumerate(self._turn)}
         self._missing = {unit: set() for unit in self.units}
         for unit, gradients in self._turn:
@@ -177,6 +185,8 @@ class Reducer:
 
     def end(self, *, makes_graph: bool) -> None:
         """End a backward: reduce the other units, and wait. `makes_graph`: the backward recorded a graph for a later backward."""
+        if self.is_pending:
+            return
         if not makes_graph:
             self.by_inputs |= {unit for unit, left in self._missing.items() if 0 < len(left) < self._num_trained[unit]}
         while self._next < len(self._turn):

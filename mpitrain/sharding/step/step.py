@@ -42,7 +42,7 @@ from mpitrain.backward import backward
 from mpitrain.models.draws import mark_places, seeded_at_places
 from mpitrain.parts import stage_of
 from mpitrain.sharding.slices.buffers import SliceBuffers
-from mpitrain.sharding.step.arguments import cast, tensors_in
+from mpitrain.sharding.step.arguments import aligned, cast, tensors_in
 from mpitrain.sharding.step.calls import Calls
 from mpitrain.sharding.step.fences import Fence
 from mpitrain.sharding.step.gather_order import Gathers
@@ -93,6 +93,8 @@ class TrainingStep:
         self.phase = Phase.IDLE
         self.comm_s = 0.0
         """Seconds that were spent in communication and in waits for other ranks."""
+        self.num_backwards = 0
+        """The backwards so far. With slices: the rounds, see [Note: rounds] in reducer.py."""
         self._tree = Tree(root)
         self._graph = Graph.NONE
         self._makes_graph = False  # whether this backward makes a graph
@@ -169,6 +171,8 @@ class TrainingStep:
             slice_buffers = self._slice_buffers if is_root and with_grad else None
             if slice_buffers is not None:
                 slice_buffers.begin_forward()
+            if is_root and unit.slices is not None:
+                args, kwargs = aligned((args, kwargs))
             with seeded_at_places() if slice_buffers is not None else nullcontext():
                 output = self._run(unit, call, args, kwargs, is_watched=with_grad and unit in self.reducer.by_inputs)
             if slice_buffers is not None:
@@ -339,16 +343,18 @@ class TrainingStep:
             self._graph = Graph.USED
         for unit in self._passing:
             self._reshard(unit)
+        is_round = not self.reducer.is_pending
+        self.num_backwards += is_round
         with self._communicating():
             self.reducer.end(makes_graph=self._makes_graph)
             self._forget_unused()
             self.reducer.compress()
-            if self._slice_buffers is not None:
+            if self._slice_buffers is not None and is_round:
                 self._slice_buffers.end_round()
-        self.close(is_compared=not self.ranks.has_replicas)
+        self.close(is_compared=is_round and not self.ranks.has_replicas)
         for gradients in self.reducer.done:
             for param in gradients.params:
-                if param.shard.grad is not None:
+                if param.shard.grad is not None and not gradients.is_within_step:
                     run_accumulation_hooks(param.shard)  # not earlier, because these hooks may write to shards
 
     def _forget_unused(self) -> None:

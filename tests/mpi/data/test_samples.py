@@ -84,7 +84,7 @@ def test_each_rank_reads_its_own_slices(kind: type[Any], comm: Communicator) -> 
             state = made.state_dict()
             made = batches(dataset, comm, batch=batch, seed=5, slices=count)
             made.load_state_dict(state)
-        its, rounds = next(made), mpitrain.rounds(model)
+        its, rounds = next(made), list(mpitrain.rounds(model))
         assert len(its) == len(rounds)
         for (number, _), of_slice in zip(rounds, its, strict=True):
             assert torch.equal(torch.stack(of_slice, 1), alone[step][2 * number : 2 * number + 2])

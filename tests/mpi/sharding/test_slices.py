@@ -1,7 +1,7 @@
 """Models with slices: the same bits at any number of ranks. Rank 0 computes the expected bits by itself, with plain torch."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,21 @@ def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+def _penalized(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """With the gradient of the inputs in the loss."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return _loss(model, x, y) + slope.square().mean()
+
+
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
 
-def _expected(*, bf16: bool = False) -> dict[str, torch.Tensor]:
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _expected(loss: Loss = _loss, *, bf16: bool = False) -> dict[str, torch.Tensor]:
     """One process, with the additions of the tree written out."""
     model = _model()
     optimizer, params = _optimizer(model), list(model.parameters())
@@ -59,7 +69,7 @@ def _expected(*, bf16: bool = False) -> dict[str, torch.Tensor]:
             if bf16:
                 short.load_state_dict(model.state_dict())
             inputs = x[number].bfloat16() if bf16 else x[number]
-            grads = torch.autograd.grad(_loss(short, inputs, y[number]), list(short.parameters()), allow_unused=True)
+            grads = torch.autograd.grad(loss(short, inputs, y[number]), list(short.parameters()), allow_unused=True)
             of_slices.append([None if grad is None else grad.float() for grad in grads])
         for param, *leaves in zip(params, *of_slices, strict=True):
             nodes = [leaf for leaf in leaves if leaf is not None]
@@ -70,12 +80,12 @@ def _expected(*, bf16: bool = False) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _train(model: nn.Module) -> None:
+def _train(model: nn.Module, loss: Loss = _loss, *, set_to_none: bool = True) -> None:
     optimizer = _optimizer(model)
     for x, y in _batches():
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         for number, _ in mpitrain.rounds(model):
-            _loss(model, x[number], y[number]).backward()
+            loss(model, x[number], y[number]).backward()
         optimizer.step()
 
 
@@ -161,6 +171,59 @@ def test_the_program_in_the_docs(comm: Communicator, monkeypatch: pytest.MonkeyP
     assert means == alone and len(means) == 10 and means[-1][0] < means[0][0]
     assert state.keys() == (state_alone.keys() if comm.rank == 0 else set())
     assert all(torch.equal(state[name], state_alone[name]) for name in state)
+
+
+@pytest.mark.parametrize("storage", ["resident", "private"])
+def test_gradients_of_inputs_are_no_round(comm: Communicator, storage: str) -> None:
+    model = mpitrain.fully_shard(_model(), comm, slices=COUNT, storage=storage)  # type: ignore[arg-type]
+    calls = 0
+
+    def count(shard: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+
+    model[0].weight.register_post_accumulate_grad_hook(count)
+    _train(model, _penalized, set_to_none=False)
+    found = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        assert all(torch.equal(found[name], expected) for name, expected in _expected(_penalized).items())
+    assert calls == 3, "once a step, not once a round"
+
+
+def test_a_round_has_one_backward(comm: Communicator) -> None:
+    model = mpitrain.fully_shard(_model(), comm, slices=COUNT)
+
+    def twice(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        _loss(model, x, y).backward()
+        return _loss(model, x, y)
+
+    with pytest.raises(RuntimeError, match=r"rounds: 2 backwards in 1 round, .* expected one in each round"):
+        _train(model, twice)
+    model.zero_grad()
+    numbers = [number for number, _ in mpitrain.rounds(model)]  # of the slices to read
+    assert numbers[0] == comm.rank
+    _train(model)
+    found = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        assert all(torch.equal(found[name], expected) for name, expected in _expected().items()), "begun again"
+
+
+def test_inputs_at_other_addresses(comm: Communicator) -> None:
+    """Each rank has its own slices alone, one after the other: slice i begins at another address than in the whole batch."""
+    batch = torch.randn(COUNT, 3, 65, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    def grads(comm: Communicator) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        model = mpitrain.fully_shard(nn.Linear(65, 43).double(), comm, stage=0, slices=COUNT)
+        numbers = [number for number, _ in mpitrain.rounds(model)]
+        mine = batch[numbers]
+        for index, _ in enumerate(mpitrain.rounds(model)):
+            model(mine[index]).square().mean().backward()
+        return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+    alone = grads(group_of(comm, 1))
+    for name, grad in grads(comm).items():
+        assert torch.equal(grad, alone[name]), name
 
 
 def test_arguments(comm: Communicator) -> None:

@@ -67,6 +67,15 @@ def loss_of_net(model: nn.Module, step: int, number: int) -> torch.Tensor:
     return loss
 
 
+def loss_in_two_modes(model: nn.Module, step: int, number: int) -> torch.Tensor:
+    """The second forward changes no running statistics."""
+    loss = loss_of_net(model, step, number)
+    model.eval()
+    loss = loss + loss_of_net(model, step + 1, number)
+    model.train()
+    return loss
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -94,7 +103,7 @@ def train(
         optimizer.step()
 
 
-def expected() -> dict[str, torch.Tensor]:
+def expected(loss_of: Callable[[Any, int, int], torch.Tensor] = loss_of_net) -> dict[str, torch.Tensor]:
     """The state of one process after the run, with plain torch and the additions of the tree written out."""
 
     def tree(nodes: list[torch.Tensor]) -> torch.Tensor:
@@ -110,7 +119,7 @@ def expected() -> dict[str, torch.Tensor]:
         for number in range(COUNT):
             model.load_state_dict(before, strict=False)
             mpitrain.seed_all(SEED, step, number)
-            grads.append(torch.autograd.grad(loss_of_net(model, step, number), params))
+            grads.append(torch.autograd.grad(loss_of(model, step, number), params))
             after.append({name: buffer.clone() for name, buffer in model.named_buffers()})
         for param, *of_slices in zip(params, *grads, strict=True):
             param.grad = tree(of_slices)
@@ -146,6 +155,14 @@ def test_running_statistics_have_the_bits_of_one_process(comm: Communicator, way
     found = mpitrain.full_state_dict(model)
     if comm.rank == 0:
         assert_bits(found, expected())
+
+
+def test_the_last_forward_of_a_round_may_leave_buffers_alone(comm: Communicator) -> None:
+    model = shard(net(), comm, slices=COUNT)
+    train(model, optimizer_of(model), loss_in_two_modes)
+    found = mpitrain.full_state_dict(model)
+    if comm.rank == 0:
+        assert_bits(found, expected(loss_in_two_modes))
 
 
 def test_a_run_goes_on_at_another_number_of_ranks(comm: Communicator, shared_tmp: Path) -> None:
