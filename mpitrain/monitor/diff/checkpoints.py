@@ -9,7 +9,7 @@ from ckpt.check.comparing import MetaDifference, TensorDifference
 from ckpt.check.comparing import compare as compare_all
 from ckpt.commands.terminal import shown_progress
 from ckpt.format.manifest import FILE_NAME
-from ckpt.reading.checkpoint import Checkpoint
+from ckpt.reading.checkpoint import Checkpoint, open_checkpoint
 from mpitrain.monitor.diff.conditions import Condition, differing, of_checkpoint
 
 _OF_CONDITIONS = {"config", "num_ranks", "collectives", "wires", "lease", "lease_run"}
@@ -51,6 +51,24 @@ def common_names(a: Path, b: Path) -> list[str]:
     # If one has lost its manifest, it is damaged, and no folder of something else.
     found = [name for name in names[0] & names[1] if any((folder / name / FILE_NAME).exists() for folder in folders)]
     return sorted(found, key=_natural)
+
+
+def compare_runs(a: Path, b: Path, only: Sequence[str] | None) -> tuple[list[CheckpointDifference], list[str]]:
+    """Compare the checkpoints that both runs have, up to the first that differs; returns also the names of later ones.
+
+    With `only`, checkpoints without such tensors are left out.
+    """
+    names = common_names(a, b)
+    compared: list[CheckpointDifference] = []
+    for number, name in enumerate(names, 1):
+        in_a, in_b = (open_checkpoint(run / "checkpoints" / name) for run in (a, b))
+        found = compare(in_a, in_b, only)
+        if only and not found.num_seen:
+            continue
+        compared.append(found)
+        if found:
+            return compared, names[number:]
+    return compared, []
 
 
 def compare(a: Checkpoint, b: Checkpoint, only: Sequence[str] | None) -> CheckpointDifference:
