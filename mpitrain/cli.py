@@ -19,6 +19,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain tokenize --out DIR                    make files of tokens of documents (under mpirun; --help shows more)
        python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
        python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
+       python -m mpitrain bench bits [--cases NAME,..]          prove the same bits on other ranks and in other layouts (without mpirun)
        python -m mpitrain bench recovery [--trials N]           time the next step after a kill, beside torchrun's (without mpirun)
        python -m mpitrain bench data                            time the reading of documents, beside other libraries (one process)
        python -m mpitrain bench monitoring                      time sinks, report and watch (one process)
@@ -51,6 +52,13 @@ _BENCHES = {
     "wire": "mpitrain.bench.network.wire",
 }
 """The modules of benchmarks under mpirun, by name."""
+_BENCHES_ALONE = {
+    "bits": "mpitrain.bench.bits.command",
+    "data": "mpitrain.bench.data.command",
+    "monitoring": "mpitrain.bench.monitoring.command",
+    "recovery": "mpitrain.bench.recovery.command",
+}
+"""The modules of benchmarks in one process, which may start jobs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,20 +71,14 @@ def _main(words: list[str]) -> int:
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
     if command in _ALONE:
         return _in_one_process(_ALONE[command], words)
-    if command == "bench" and words[:1] == ["data"]:
-        return _in_one_process(_bench_data, words[1:])
-    if command == "bench" and words[:1] == ["monitoring"]:
-        return _in_one_process(_bench_monitoring, words[1:])
+    if command == "bench" and words[:1] and words[0] in _BENCHES_ALONE:
+        return _in_one_process(_bench_alone, words)
     if command == "bench" and "--report" in words:
         return _in_one_process(_report, words)
     if command == "plan" and not _has(words, "--measure", "--compare"):
         return _in_one_process(_plan, words)
     if command == "profile" and words and not words[0].startswith("-"):
         return _in_one_process(_profile, words)
-    if command == "bench" and words[:1] == ["recovery"]:
-        from mpitrain.bench.recovery.command import main as recovery_bench
-
-        return recovery_bench(words[1:])
     if command == "doctor":
         from mpitrain.doctor.command import main as doctor
 
@@ -272,16 +274,8 @@ def _profile(words: list[str]) -> int:
     return command.of_run(words)
 
 
-def _bench_monitoring(words: list[str]) -> int:
-    from mpitrain.bench.monitoring.command import main as monitoring_bench
-
-    return monitoring_bench(words)
-
-
-def _bench_data(words: list[str]) -> int:
-    from mpitrain.bench.data.command import main as data_bench
-
-    return data_bench(words)
+def _bench_alone(words: list[str]) -> int:
+    return int(import_module(_BENCHES_ALONE[words[0]]).main(words[1:]))
 
 
 def _sample(words: list[str]) -> None:

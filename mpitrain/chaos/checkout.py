@@ -7,28 +7,29 @@ import sys
 from pathlib import Path
 
 import mpitrain
-from collectives.launcher import LAUNCHER_PREFIXES
+from collectives.launcher import environment_of_program
 
 _ULFM = ("--with-ft", "ulfm")
 _ROOT = Path(mpitrain.__file__).parents[1]
 
 
-def check() -> None:
-    """FileNotFoundError if this package was not imported from a checkout."""
+def check(command: str) -> None:
+    """FileNotFoundError if this package was not imported from a checkout. `command`: the one that starts jobs."""
     if not (_ROOT / "mpirun/lib.sh").exists():
         raise FileNotFoundError(
-            f"chaos: {_ROOT / 'mpirun/lib.sh'} is missing; expected a checkout, whose scripts start the jobs: run "
-            "`python -m mpitrain chaos` in its folder"
+            f"{command}: {_ROOT / 'mpirun/lib.sh'} is missing; expected a checkout, whose scripts start the jobs: run "
+            f"`python -m mpitrain {command}` in its folder"
         )
 
 
 @functools.cache
 def mpirun(num_ranks: int, *, elastic: bool = True) -> tuple[tuple[str, ...], dict[str, str]]:
     """The command that starts a job on this host, and its environment, as ./mpirun/train has them. `elastic`: it survives losses."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
     script = '. "$1"; load_mpi; mpi_environment "$2"; printf "%s\\0" "$mpirun"; env -0'
     command = ["bash", "-c", script, "bash", str(_ROOT / "mpirun/lib.sh"), str(num_ranks)]
-    said = subprocess.run(command, env=clean, capture_output=True, text=True, check=True, timeout=30).stdout
+    said = subprocess.run(
+        command, env=environment_of_program(), capture_output=True, text=True, check=True, timeout=30
+    ).stdout
     path, *pairs = said.rstrip("\0").split("\0")
     environment = dict(pair.split("=", 1) for pair in pairs)
     return (path, *_ULFM[: 2 * elastic], "-np", str(num_ranks)), environment

@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if unknown := [name for name in options.cases if name not in BY_NAME]:
         parser.error(f"there is no case {unknown[0]!r}; expected {', '.join(BY_NAME)}")
-    checkout.check()
+    checkout.check("chaos")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is ended
     references: References = {}
     outcomes = [

@@ -3,11 +3,12 @@
     MPITRAIN_CHAOS_FAULT    KIND:RANK:STEP:SEED    what the rank RANK does before it takes the step STEP, see FAULTS
     MPITRAIN_CHAOS_HARM     FILE                   into which it writes the time, just before
 
-A signal from outside cannot cause these faults.
+A signal from outside cannot cause these faults, or not before an exact step.
 """
 
 import ctypes
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,7 +23,6 @@ import torch
 
 from collectives.launcher import environment_of_program
 from mpitrain.chaos.job import FAULT, HARM, OwnHarm
-from mpitrain.cli import main
 from mpitrain.train.trainer import Trainer
 
 
@@ -32,6 +32,10 @@ def _sleep(trainer: Trainer, rng: np.random.Generator) -> None:
 
 def _stop(trainer: Trainer, rng: np.random.Generator) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _kill(trainer: Trainer, rng: np.random.Generator) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _hold_the_gil(trainer: Trainer, rng: np.random.Generator) -> None:
@@ -106,6 +110,7 @@ def _extra_s(trainer: Trainer) -> float:
 FAULTS: dict[str, Callable[[Trainer, np.random.Generator], None]] = {
     "sleep": _sleep,
     "stop": _stop,
+    "kill": _kill,
     "gil": _hold_the_gil,
     "skip": _skip,
     "io": _read,
@@ -133,4 +138,5 @@ def _arm(harm: OwnHarm) -> None:
 if __name__ == "__main__":
     kind, *numbers = os.environ[FAULT].split(":")
     _arm(OwnHarm(kind, *map(int, numbers)))
-    raise SystemExit(main(sys.argv[1:]))
+    # As `python -m mpitrain` does it, which ends without mpi4py's MPI_Finalize: that may wait forever after the loss of a rank.
+    runpy.run_module("mpitrain", run_name="__main__", alter_sys=True)

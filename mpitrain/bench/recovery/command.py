@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
         "--folder", default="/dev/shm", help="where the runs and checkpoints are (default: %(default)s)"
     )
     given = parser.parse_args(words)
-    checkout.check()
+    checkout.check("bench recovery")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is ended
     has_torchft = importlib.util.find_spec("torchft") is not None
     names = [name for name in given.only if name != TORCHFT or has_torchft]

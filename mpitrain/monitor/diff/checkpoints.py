@@ -9,7 +9,7 @@ from ckpt.check.comparing import MetaDifference, TensorDifference
 from ckpt.check.comparing import compare as compare_all
 from ckpt.commands.terminal import shown_progress
 from ckpt.format.manifest import FILE_NAME
-from ckpt.reading.checkpoint import Checkpoint
+from ckpt.reading.checkpoint import Checkpoint, open_checkpoint
 from mpitrain.monitor.diff.conditions import Condition, differing, of_checkpoint
 from mpitrain.monitor.reading.words import counted
 
@@ -67,6 +67,24 @@ def heading(checkpoint: Checkpoint) -> str:
         words.append("CPU" if device == "cpu" else device)
     versions = [f"{name} {hardware[name]}" for name in ("torch", "numpy") if name in hardware]
     return " · ".join([*words, *([", ".join(versions)] if versions else [])])
+
+
+def compare_runs(a: Path, b: Path, only: Sequence[str] | None) -> tuple[list[CheckpointDifference], list[str]]:
+    """Compare the checkpoints that both runs have, up to the first that differs; returns also the names of later ones.
+
+    With `only`, checkpoints without such tensors are left out.
+    """
+    names = common_names(a, b)
+    compared: list[CheckpointDifference] = []
+    for number, name in enumerate(names, 1):
+        in_a, in_b = (open_checkpoint(run / "checkpoints" / name) for run in (a, b))
+        found = compare(in_a, in_b, only)
+        if only and not found.num_seen:
+            continue
+        compared.append(found)
+        if found:
+            return compared, names[number:]
+    return compared, []
 
 
 def compare(a: Checkpoint, b: Checkpoint, only: Sequence[str] | None) -> CheckpointDifference:

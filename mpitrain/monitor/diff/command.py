@@ -103,19 +103,10 @@ def _compare_runs(a: RunRecord, b: RunRecord, options: argparse.Namespace) -> in
         shown.say(report, f"{side}  {run.folder}: {heading(run)}", *(f"{side}  {note}" for note in run.notes))
     shown.print_conditions(report, differing)
     shown.print_metrics(report, of_steps)
-    names = checkpoints.common_names(a.folder, b.folder)
-    compared: list[CheckpointDifference] = []
-    for name in names:
-        in_a, in_b = (open_checkpoint(run.folder / "checkpoints" / name) for run in (a, b))
-        found = checkpoints.compare(in_a, in_b, options.only)
-        if options.only and not found.num_seen:
-            continue
-        compared.append(found)
+    compared, not_compared = checkpoints.compare_runs(a.folder, b.folder, options.only)
+    for found in compared:
         shown.print_checkpoint(report, found)
-        if found:
-            break
-    not_compared = names[names.index(compared[-1].name) + 1 :] if compared else []
-    if not names:
+    if not checkpoints.common_names(a.folder, b.folder):
         shown.say(report, "checkpoints: the runs have none of the same name")
     if not_compared:
         shown.say(report, f"later checkpoints, not compared: {', '.join(not_compared)}")
@@ -128,10 +119,9 @@ def _compare_runs(a: RunRecord, b: RunRecord, options: argparse.Namespace) -> in
         raise ValueError(
             f"{a.folder} and {b.folder} have no step and no checkpoint in common, so there is nothing to compare"
         )
-    verdicts = [shown.verdict_of_metrics(of_steps), *map(shown.verdict_of_checkpoint, compared)]
-    is_same = not any(verdicts)
-    if is_same:
-        verdicts = [_same(of_steps, compared)]
+    differences = shown.verdicts(of_steps, compared)
+    is_same = not differences
+    verdicts = differences or [_same(of_steps, compared)]
     is_of_tensors = options.only and not of_steps.metrics
     is_whole = options.common or is_of_tensors or not (of_steps.only_a or of_steps.only_b)
     if options.json:
@@ -140,7 +130,7 @@ def _compare_runs(a: RunRecord, b: RunRecord, options: argparse.Namespace) -> in
                 "a": str(a.folder),
                 "b": str(b.folder),
                 "same": is_same and is_whole,
-                "verdict": list(filter(None, verdicts)),
+                "verdict": verdicts,
                 "conditions": [each._asdict() for each in differing],
                 "notes": {"a": a.notes, "b": b.notes},
                 **of_steps._asdict(),
@@ -149,7 +139,7 @@ def _compare_runs(a: RunRecord, b: RunRecord, options: argparse.Namespace) -> in
                 "not_compared": not_compared,
             }
         )
-    shown.say(report, *filter(None, verdicts))
+    shown.say(report, *verdicts)
     if is_same and not is_whole:
         shown.say(report, _why_not_whole(of_steps, a, b))
     return 0 if is_same and is_whole else 1

@@ -97,6 +97,11 @@ def print_checkpoint(out: Console, found: CheckpointDifference) -> None:
         _say_more(out, len(found.tensors))
 
 
+def verdicts(of_steps: MetricsDifference, of_checkpoints: Iterable[CheckpointDifference]) -> list[str]:
+    """Lines with the first step and the first tensor that differ; none for the same bits."""
+    return list(filter(None, [verdict_of_metrics(of_steps), *map(verdict_of_checkpoint, of_checkpoints)]))
+
+
 def verdict_of_metrics(found: MetricsDifference) -> str:
     """The first step that differs, and by how much; empty if none does."""
     if not found.differing:

@@ -54,6 +54,7 @@ SETTINGS = {
     "tensor, computed again": ["--parallel.tensor", "2", "--parallel.checkpoint-activations", "--train.batch", "16"],
     "pipeline": ["--parallel.pipeline", "2", "--train.accumulate", "4"],
     "split backwards": ["--parallel.pipeline", "2", "--parallel.schedule", "zb-v", "--train.accumulate", "4"],
+    "slices": ["--train.slices", "8", "--train.batch", "8"],
     "computed again": ["--parallel.checkpoint-activations", "--train.batch", "16"],
 }
 
