@@ -233,7 +233,7 @@ def test_formats_on_one_node_are_told_to_have_no_effect(
         trainer = maker(comm, shared_tmp, monkeypatch)("run", 1, "--parallel.wire", "int8", "--optim.name", "sgd")
         trainer.fit()
     assert [record.message for record in caplog.records] == [f"fully_shard: {line}"] * (comm.rank == 0)
-    assert trainer.parallel.wire == "fp32"
+    assert trainer._work.parallel.wire == "fp32"
     if comm.rank == 0:
         assert f"\n{line}\n" in capsys.readouterr().out
         settings = from_toml(trainer.run.folder / "config.toml")
