@@ -204,13 +204,13 @@ def test_a_run_keeps_the_format_that_auto_has_chosen(
     monkeypatch.setattr("collectives.selection.wire.pays", measured)
     pays = [True]
     whole = make_trainer("whole", 6, *auto)
-    assert (whole.parallel.wire, whole.parallel.wire_weights, pays) == ("int8", "int8", [])
+    assert (whole._work.parallel.wire, whole._work.parallel.wire_weights, pays) == ("int8", "int8", [])
     whole.fit()
     first = make_trainer("parts", 3, *auto, "--optim.warmup-steps", "2")
     first.fit()
     pays = [False]  # if it was measured again
     second = make_trainer("parts", 6, *auto)
-    assert (second.parallel.wire, pays) == ("int8", [False])
+    assert (second._work.parallel.wire, pays) == ("int8", [False])
     second.fit()
     third = make_trainer("exact", 6, "--model.width", "64")
     third.fit()
