@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or self.comm is None:
-            return super().forward(input)
+            return self._by_torch(input)
         if not self._is_compared:
             # Numbers of other lengths, or another number of messages, would end in an error of MPI.
             line = f"a layer of {self.num_features} channels, with an input of {input.dtype}"
@@ -68,6 +68,15 @@ class SyncBatchNorm(_BatchNorm):
             input, self.weight, self.bias, mean.to(kind), var.to(kind), count, self.eps, self.comm
         )
         return out
+
+    def _by_torch(self, input: torch.Tensor) -> torch.Tensor:
+        """torch's own layer. For fp16 and bf16 inputs its kernels want parameters in the dtype of the running statistics, float32."""
+        params, kind = self._parameters, _kind(input)
+        self._parameters = {name: None if each is None else each.to(kind) for name, each in params.items()}  # type: ignore[misc]
+        try:
+            return super().forward(input)
+        finally:
+            self._parameters = params
 
     @torch.no_grad()
     def _statistics(self, x: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -196,6 +196,9 @@ def _in_one_process(run: Callable[[list[str]], int | None], words: list[str]) ->
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"mpitrain: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("mpitrain: interrupted", file=sys.stderr)
+        return 130  # 128 + SIGINT, as of a shell
 
 
 def _memory(words: list[str]) -> None:

@@ -112,7 +112,8 @@ def _slices(config: Config, threads: int) -> str:
     count, tensor = config.train.slices, config.parallel.tensor
     if not count:
         return ""
-    same = f"{count} slices: the same bits at {tensor} to {count * config.parallel.pipeline * tensor} ranks"
+    data = "data " * (config.parallel.pipeline * tensor > 1)  # the ranks with different data
+    same = f"{count} slices: the same bits at 1 to {count} {data}ranks"
     kept, others = [], []
     if tensor > 1:  # divides sums inside a layer
         kept.append(f"parallel.tensor {tensor}")

@@ -38,10 +38,10 @@ CASES: Mapping[str, Case] = {
     **{f"stage-{n}": Case(f"stage {n} of ZeRO", FAMILIES, (3,), f"--parallel.stage {n}") for n in range(3)},
     "private": Case("private storage", FAMILIES, (3,), "--parallel.storage private"),
     "copies": Case("2 copies of the shards (HSDP)", FAMILIES, (4,), "--parallel.copies 2", 2),
-    "1f1b": Case("a pipeline of 2", FAMILIES, (2,), "--parallel.pipeline 2", 2),
-    "gpipe": Case("the same with gpipe", FAMILIES, (4,), "--parallel.pipeline 2 --parallel.schedule gpipe", 2),
+    "1f1b": Case("a pipeline of 2, 1f1b", FAMILIES, (2,), "--parallel.pipeline 2", 2),
+    "gpipe": Case("a pipeline of 2, gpipe", FAMILIES, (4,), "--parallel.pipeline 2 --parallel.schedule gpipe", 2),
     **{
-        name: Case(f"the same with {name}", (GPT,), (2,), f"--parallel.pipeline 2 --parallel.schedule {name}", 2)
+        name: Case(f"a pipeline of 2, {name}", (GPT,), (2,), f"--parallel.pipeline 2 --parallel.schedule {name}", 2)
         for name in ("interleaved", "zb-h1", "zb-v", "dualpipe-v")
     },
     "optimizers": Case("Muon, LAMB, LARS and SGD", OPTIMIZERS, (2, 4)),

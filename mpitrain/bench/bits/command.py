@@ -20,7 +20,7 @@ from mpitrain.bench.options import Parser
 from mpitrain.chaos import checkout
 from mpitrain.chaos.job import OwnHarm
 
-SAME = "the same bits"
+SAME, FAILED = "the same bits", "failed:"
 _LEAST_STEPS = 4  # for a kill between two steps that have copies
 
 
@@ -52,7 +52,7 @@ class _Outcome(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    """Train, compare and print; returns the exit code: 1 if a run has failed or has other bits. ValueError for wrong arguments."""
+    """Train, compare and print; returns the exit code: 1 if a run has other bits, 2 if a job failed. ValueError for wrong arguments."""
     options = _parse(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running job is ended
     room = Path(tempfile.mkdtemp(prefix="mpitrain-bits.", dir=options.folder))
@@ -64,6 +64,9 @@ def main(words: Sequence[str]) -> int:
             if options.json:
                 with options.json.open("a") as file:
                     file.write(json.dumps(outcomes[-1]._asdict()) + "\n")
+    except FailedError as error:  # without the run on one rank there is nothing to compare with
+        print(f"mpitrain: error: bench bits: the run on one rank {error}", file=sys.stderr)
+        return 2
     except (KeyboardInterrupt, SystemExit):
         shutil.rmtree(room, ignore_errors=True)
         raise
@@ -72,7 +75,7 @@ def main(words: Sequence[str]) -> int:
     print(f"{SAME} as on one rank: {num_same} of {plural(len(outcomes), 'run')} of {plural(options.steps, 'step')}")
     if num_same < len(outcomes):
         print(f"the runs are in {room}; compare them by python -m mpitrain diff A B")
-        return 1
+        return 2 if any(outcome.result.startswith(FAILED) for outcome in outcomes) else 1
     shutil.rmtree(room, ignore_errors=True)
     return 0
 
@@ -134,6 +137,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--ranks: no case fits {', '.join(map(str, options.ranks))}: {needs}")
     if HOSTS in options.cases or not options.launcher:
         checkout.check("bench bits")
+    if options.launcher and not shutil.which(options.launcher[0]):
+        parser.error(f"--launcher: there is no command {options.launcher[0]!r}")
+    for name, folder in (("--folder", options.folder), ("--json", options.json and options.json.parent)):
+        if folder is not None and not Path(folder).is_dir():
+            parser.error(f"{name}: there is no folder {folder}")
     return options
 
 

@@ -47,7 +47,10 @@ def train(run: Path, started_by: Launch, settings: Sequence[str], timeout_s: flo
         if problem:
             output = run.with_name(f"{run.name}.txt")
             output.write_text(job.output)
-            raise FailedError(f"failed: {problem}; the output is in {output}")
+            said = [line for line in job.output.splitlines() if "error:" in line]
+            raise FailedError(
+                f"failed: {problem}{': ' * bool(said)}{said[0] if said else ''}; the output is in {output}"
+            )
     finally:
         job.kill()
         if (lease := read_lease(run)) is not None:

@@ -207,7 +207,7 @@ def check_slices(slices: int, ranks: DataParallelRanks) -> None:
     if 0 < slices < ranks.data_parallel.size:
         raise ValueError(
             f"fully_shard: slices is {slices}, and {ranks.data_parallel.size} ranks have different data, each of which trains whole "
-            "slices; expected at least as many slices as ranks"
+            f"slices; expected {1 << (ranks.data_parallel.size - 1).bit_length()} or a larger power of two"
         )
 
 

@@ -53,7 +53,12 @@ def slice_mean(model: nn.Module, values: Sequence[float | torch.Tensor] | torch.
     comm, rounds = ranks.data_parallel, slices.rounds
     with comm.together("slice_mean"):
         if len(values) != len(rounds):
-            raise ValueError(f"slice_mean: expected a number for each of {len(rounds)} rounds, got {len(values)}")
+            raise ValueError(f"expected a number for each of {len(rounds)} rounds, got {len(values)}")
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"expected one number for each round, got a tensor of shape {tuple(value.shape)}; take its mean"
+                )
         pairs = zip(rounds, values, strict=True)
         places = slices.at_places((number, float(value)) for (number, counts), value in pairs if counts)
     return tree_sum(comm.all_reduce(np.array(places)).tolist()) / slices.count

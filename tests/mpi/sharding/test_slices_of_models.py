@@ -157,6 +157,24 @@ def test_running_statistics_have_the_bits_of_one_process(comm: Communicator, way
         assert_bits(found, expected())
 
 
+def test_batch_norm_in_bfloat16(comm: Communicator) -> None:
+    """Parameters are in bfloat16 in a forward, and running statistics are not."""
+
+    def state(comm: Communicator) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.Flatten(), nn.Linear(175, 4))
+        mpitrain.convert_sync_batchnorm(model, comm)
+        policy = mpitrain.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        mpitrain.fully_shard(model, comm, slices=COUNT, mp_policy=policy)
+        train(model, optimizer_of(model), loss_of_net)
+        assert model.eval()(images(0)[0][0]).isfinite().all()
+        return mpitrain.full_state_dict(model)
+
+    found, alone = state(comm), state(group_of(comm, 1))
+    if comm.rank == 0:
+        assert_bits(found, alone)
+
+
 def test_the_last_forward_of_a_round_may_leave_buffers_alone(comm: Communicator) -> None:
     model = shard(net(), comm, slices=COUNT)
     train(model, optimizer_of(model), loss_in_two_modes)

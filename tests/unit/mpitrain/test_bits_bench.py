@@ -39,9 +39,12 @@ def test_a_difference_names_the_step_and_the_tensor(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("handler_of_sigterm")
 def test_a_job_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`cat` is no launcher, and says so."""
-    assert main(["bench", "bits", "--cases", "ranks", "--launcher", "cat", "--folder", str(tmp_path)]) == 1
+    assert main(["bench", "bits", "--cases", "ranks", "--launcher", "cat", "--folder", str(tmp_path)]) == 2
     (output,) = tmp_path.glob("mpitrain-bits.*/gpt-1.txt")
-    assert capsys.readouterr().err == f"mpitrain: error: failed: exit code 1; the output is in {output}\n"
+    assert (
+        capsys.readouterr().err
+        == f"mpitrain: error: bench bits: the run on one rank failed: exit code 1; the output is in {output}\n"
+    )
     assert "cat" in output.read_text()
 
 
@@ -51,6 +54,8 @@ def test_a_job_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         ("--steps 3", "--steps: expected at least 4, got 3"),
         ("--stops 2,50", "--stops: expected steps from 1 to 49, got 50"),
         ("--cases copies --ranks 3,5", "--ranks: no case fits 3, 5: copies needs a multiple of 2"),
+        ("--launcher nosuch", "--launcher: there is no command 'nosuch'"),
+        ("--json /nonexist/figures", "--json: there is no folder /nonexist"),
         ("--cases copy", "argument --cases: invalid choice: 'copy'; expected of ranks, stage-0, "),
     ],
 )

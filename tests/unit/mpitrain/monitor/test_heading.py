@@ -41,12 +41,12 @@ def test_a_line_for_each_way_that_is_asked_for(settings: dict[str, Any], used: d
     ("parallel", "threads", "line"),
     [
         ({}, 1, "4 slices: the same bits at 1 to 4 ranks"),
-        ({"pipeline": 2}, 3, "1 to 8 ranks with 3 threads each; another number of threads changes bits"),
+        ({"pipeline": 2}, 3, "1 to 4 data ranks with 3 threads each; another number of threads changes bits"),
         (
             {"tensor": 2},
             2,
-            "2 to 8 ranks with parallel.tensor 2 and 2 threads each; another parallel.tensor or parallel.sequence or number of threads "
-            "changes bits",
+            "1 to 4 data ranks with parallel.tensor 2 and 2 threads each; another parallel.tensor or parallel.sequence or number "
+            "of threads changes bits",
         ),
     ],
 )
