@@ -85,7 +85,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         prog="python -m mpitrain bench bits",
         description="Trains small models with slices on other ranks and in other layouts, and compares losses, gradient norms, "
         "weights and the optimizer's state with a run on one rank, bit for bit. Run it without mpirun: it starts its jobs itself, in a "
-        "checkout by the mpirun that ./mpirun/setup has chosen. All cases take about 10 minutes on two cores.",
+        "checkout by the mpirun that ./mpirun/setup has chosen. All cases take about 4 minutes on two cores.",
         epilog="\n".join(["cases, on the numbers of ranks:"] + [
             f"  {name:<11} {','.join(map(str, case.ranks)):<8} {case.words}" for name, case in CASES.items()
         ]),
