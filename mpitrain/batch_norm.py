@@ -70,8 +70,10 @@ class SyncBatchNorm(_BatchNorm):
         return out
 
     def _by_torch(self, input: torch.Tensor) -> torch.Tensor:
-        """torch's own layer. For fp16 and bf16 inputs its kernels want parameters in the dtype of the running statistics, float32."""
-        params, kind = self._parameters, _kind(input)
+        """torch's own layer. Its kernels want parameters in the dtype of the running statistics, which a policy does not cast."""
+        if self.running_mean is None:
+            return super().forward(input)
+        params, kind = self._parameters, self.running_mean.dtype
         self._parameters = {name: None if each is None else each.to(kind) for name, each in params.items()}  # type: ignore[misc]
         try:
             return super().forward(input)

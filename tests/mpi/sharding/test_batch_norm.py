@@ -106,6 +106,19 @@ def net() -> Net:
     return Net()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_an_evaluation_is_torchs_own(comm: Communicator, dtype: torch.dtype) -> None:
+    """Also where the running statistics are in the dtype of the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.BatchNorm1d(5), nn.BatchNorm1d(5, track_running_stats=False), nn.BatchNorm1d(5, affine=False)
+    ).to(dtype)
+    x = torch.randn(6, 5, dtype=dtype)
+    model.eval()
+    expected = model(x)
+    assert torch.equal(mpitrain.convert_sync_batchnorm(model, comm)(x), expected)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_sharded_model_trains_as_one_process_does(comm: Communicator, stage: int) -> None:
     plain, model = net(), net()
