@@ -32,7 +32,7 @@ the ranks have found the parameters that none has used: `compress`. Until then f
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -41,6 +41,18 @@ from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
+
+
+class _Turn:
+    """What a backward reduces. `order`: the gradients, in the order of their reductions, each with its unit."""
+
+    def __init__(self, units: Sequence[Unit], order: Sequence[tuple[Unit, Gradients]]) -> None:
+        self.order = order
+        self.places = {gradients: place for place, (_, gradients) in enumerate(order)}
+        self.trained: dict[Unit, set[tuple[Gradients, int]]] = {unit: set() for unit in units}
+        """The parameters whose gradients come."""
+        for unit, gradients in order:
+            self.trained[unit] |= {(gradients, index) for index in range(len(gradients.params))}
 
 
 class Reducer:
@@ -56,13 +68,12 @@ class Reducer:
         self.gradients: list[tuple[Unit, Gradients]] = []
         """All gradients that are reduced, in the order in which they were added: an index of this list stays valid."""
         self._complete: set[Unit] = set()
-        self._at: dict[Gradients, int] = {}  # the index in the turn
-        # Parameters whose gradients have not come in this backward, and how many parameters it reduces.
+        self._turns: dict[tuple[int, ...] | None, _Turn] = {}  # by stages
+        # Parameters whose gradients have not come in this backward.
         self._missing: dict[Unit, set[tuple[Gradients, int]]] = {}
-        self._num_trained: dict[Unit, int] = {}
-        self._turn: list[tuple[Unit, Gradients]] = []  # what this backward reduces, in the order
+        self._turn = _Turn([], [])  # what this backward reduces
         self._next = 0  # index, in the turn, of the gradients to reduce next
-        self.stages: Collection[int] | None = None
+        self.stages: tuple[int, ...] | None = None
         """The stages of a pipeline whose gradients the next backwards reduce; None: all. See [Note: rounds of stages]."""
         self._left_some = False  # whether this backward skipped a reduction, under `no_sync`
         self.waits = False
@@ -86,6 +97,7 @@ class Reducer:
         # Parameters whose gradients are not reduced, the same on all ranks.
         self.frozen = [(flat, index) for unit in self.units for flat in unit.flats for index in flat.frozen]
         self.gradients += [each for each in self.order if each not in self.gradients]
+        self._turns.clear()
         self._allocate()
 
     def _allocate(self) -> None:
@@ -112,7 +124,7 @@ class Reducer:
     def take(self, number: int, index: int) -> Unit | None:
         """Take the full gradient of parameter `index` of `gradients[number]`. Returns the unit if this gradient was its last one."""
         unit, gradients = self.gradients[number]
-        place = self._at.get(gradients)
+        place = self._turn.places.get(gradients)
         if place is None:
             return None  # of another stage
         if place < self._next and unit.sync_gradients:
@@ -133,11 +145,15 @@ class Reducer:
         if not unit.reduces_early:
             return
         self._complete.add(unit)
-        while not self.is_pending and self._next < len(self._turn) and self._turn[self._next][0] in self._complete:
+        while (
+            not self.is_pending
+            and self._next < len(self._turn.order)
+            and self._turn.order[self._next][0] in self._complete
+        ):
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        unit, gradients = self._turn[self._next]
+        unit, gradients = self._turn.order[self._next]
         self._next += 1
         if not unit.sync_gradients:
             self._left_some = True
@@ -172,13 +188,12 @@ class Reducer:
         self._next = 0
         self._left_some = False
         self._complete.clear()
-        self._turn = [each for each in self.order if self.stages is None or each[1].stage in self.stages]
-        self.is_pending = any(gradients.sums is not None for _, gradients in self._turn)
-        self._at = {gradients: place for place, (_, gradients) in enumerate(self._turn)}
-        self._missing = {unit: set() for unit in self.units}
-        for unit, gradients in self._turn:
-            self._missing[unit] |= {(gradients, index) for index in range(len(gradients.params))}
-        self._num_trained = {unit: len(missing) for unit, missing in self._missing.items()}
+        if self.stages not in self._turns:
+            order = [each for each in self.order if self.stages is None or each[1].stage in self.stages]
+            self._turns[self.stages] = _Turn(self.units, order)
+        self._turn = self._turns[self.stages]
+        self.is_pending = any(gradients.sums is not None for _, gradients in self._turn.order)
+        self._missing = {unit: set(trained) for unit, trained in self._turn.trained.items()}
         self.done.clear()
         for _, gradients in self.order:
             gradients.is_compressed = self.compression is not None and self.compression.takes(gradients)
@@ -188,8 +203,10 @@ class Reducer:
         if self.is_pending:
             return
         if not makes_graph:
-            self.by_inputs |= {unit for unit, left in self._missing.items() if 0 < len(left) < self._num_trained[unit]}
-        while self._next < len(self._turn):
+            self.by_inputs |= {
+                unit for unit, left in self._missing.items() if 0 < len(left) < len(self._turn.trained[unit])
+            }
+        while self._next < len(self._turn.order):
             self._reduce_next()
         self._end_one()
         if self._left_some or self.waits:
