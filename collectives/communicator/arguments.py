@@ -122,10 +122,7 @@ def bounds_of_parts(
     operation: str, bounds: Iterable[tuple[int, int]], size: int, *, x: Buffer
 ) -> list[tuple[int, int]]:
     """The (begin, end) of each rank's part of `x`, as plain ints. TypeError or ValueError if they are not parts of `x`."""
-    try:
-        found = [(index(begin), index(end)) for begin, end in bounds]
-    except (TypeError, ValueError):
-        raise TypeError(f"{operation}: bounds is {bounds!r}; expected (begin, end) of each rank's part") from None
+    found = _pairs(bounds, f"{operation}: bounds", "rank's part")
     if len(found) != size or any(not 0 <= begin <= end <= x.size for begin, end in found):
         raise ValueError(
             f"{operation}: bounds is {found}; expected {size} pairs, one for each rank, within the {x.size} elements of x"
@@ -140,10 +137,7 @@ def bounds_of_runs(
 
     `grid[k]`: the ranks on node k.
     """
-    try:
-        found = [(index(begin), index(end)) for begin, end in bounds]
-    except (TypeError, ValueError):
-        raise TypeError(f"{operation}: runs.bounds is {bounds!r}; expected (begin, end) of each run of ranks") from None
+    found = _pairs(bounds, f"{operation}: runs.bounds", "run of ranks")
     node_of = {rank: node for node, ranks in enumerate(grid) for rank in ranks}
     least = 0
     for begin, end in found:
@@ -158,6 +152,13 @@ def bounds_of_runs(
             )
         least = end
     return found
+
+
+def _pairs(given: Iterable[tuple[int, int]], name: str, of_each: str) -> list[tuple[int, int]]:
+    try:
+        return [(index(begin), index(end)) for begin, end in given]
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {given!r}; expected (begin, end) of each {of_each}") from None
 
 
 def overlap(one: Buffer, other: Buffer) -> bool:

@@ -101,9 +101,8 @@ class Exchange:
         ranks = self._grid[node]
         if self._place[owner][0] == node:
             return owner
-        return ranks[
-            (owner - bisect_left(ranks, owner)) % len(ranks)
-        ]  # the number of the owner among those of other nodes
+        number = owner - bisect_left(ranks, owner)  # of the owner among the ranks of other nodes
+        return ranks[number % len(ranks)]
 
     def _rooms(self, node: int, owner: int) -> list[int]:
         """The bytes of each run's part in the message of a node to an owner."""

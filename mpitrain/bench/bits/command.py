@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
                 with options.json.open("a") as file:
                     file.write(json.dumps(outcomes[-1]._asdict()) + "\n")
     except FailedError as error:  # without the run on one rank there is nothing to compare with
-        print(f"mpitrain: error: bench bits: the run on one rank {error}", file=sys.stderr)
+        print(f"mpitrain: error: bench bits: the run on one rank {FAILED} {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, SystemExit):
         shutil.rmtree(room, ignore_errors=True)
@@ -186,7 +186,7 @@ def _outcome(planned: _Planned, options: argparse.Namespace, room: Path) -> _Out
         seconds = round(train(run, started_by, (*common, *planned.settings), options.timeout, kill), 2)
         result = difference(reference, run, first=planned.after + 1, last=options.steps) or SAME
     except FailedError as error:
-        result = str(error)
+        result = f"{FAILED} {error}"
     if result == SAME and not planned.saves:
         shutil.rmtree(run, ignore_errors=True)
     return _Outcome(planned.case, planned.model, planned.ranks, planned.after, options.steps, seconds, result)

@@ -48,9 +48,7 @@ def train(run: Path, started_by: Launch, settings: Sequence[str], timeout_s: flo
             output = run.with_name(f"{run.name}.txt")
             output.write_text(job.output)
             said = [line for line in job.output.splitlines() if "error:" in line]
-            raise FailedError(
-                f"failed: {problem}{': ' * bool(said)}{said[0] if said else ''}; the output is in {output}"
-            )
+            raise FailedError(f"{problem}{': ' * bool(said)}{said[0] if said else ''}; the output is in {output}")
     finally:
         job.kill()
         if (lease := read_lease(run)) is not None:
@@ -67,5 +65,5 @@ def difference(reference: Path, run: Path, *, first: int, last: int) -> str:
     of_steps = metrics.compare(a, b, None)
     compared, _ = checkpoints.compare_runs(a.folder, b.folder, None)
     if b.steps.step.tolist() != list(range(first, last + 1)) or not compared:
-        raise FailedError(f"failed: {run} lacks the last checkpoint, or one of the steps {first} to {last}")
+        raise FailedError(f"{run} lacks the last checkpoint, or one of the steps {first} to {last}")
     return "; ".join(printing.verdicts(of_steps, compared))

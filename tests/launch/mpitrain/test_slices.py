@@ -15,15 +15,8 @@ ROWS = [("copies", 4, 0), ("resumed", 3, 0), ("resumed", 1, 3), ("killed", 4, 0)
 def test_the_short_form_of_bench_bits(tmp_path: Path) -> None:
     rows = [row for row in ROWS if row[0] != "killed" or is_open_mpi()]
     figures = tmp_path / "runs.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "mpitrain",
-        "bench",
-        "bits",
-        "--cases",
-        ",".join(dict.fromkeys(row[0] for row in rows)),
-    ]
+    cases = ",".join(dict.fromkeys(row[0] for row in rows))
+    command = [sys.executable, "-m", "mpitrain", "bench", "bits", "--cases", cases]
     command += ["--models", "gpt", "--steps", "8", "--stops", "3", "--settings", "--parallel.storage private"]
     result = run(
         [*command, "--json", figures, "--folder", tmp_path], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout_s=160
