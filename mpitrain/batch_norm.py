@@ -157,19 +157,20 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, mean, var = ctx.saved_tensors
+        inverse = (var.double() + ctx.eps).rsqrt()  # of the standard deviation
         of_weight = of_bias = torch.zeros_like(mean)
         if x.numel():  # torch's kernel divides by zero for an empty input
-            # With given statistics it returns both sums of a channel: of grad * normalised x, and of grad.
+            # With given statistics it returns both sums of a channel: of grad * normalised x, and of grad. The kernel for CPUs takes
+            # the running statistics, the one for CUDA the saved ones.
+            one, saved, wanted = torch.ones_like(mean), (mean, inverse.to(mean.dtype)), [False, True, True]
             _, of_weight, of_bias = _aten.native_batch_norm_backward(
-                grad, x, torch.ones_like(mean), mean, var, None, None, False, ctx.eps, [False, True, True]
+                grad, x, one, mean, var, *saved, False, ctx.eps, wanted
             )
         grad_x = None
         if ctx.needs_input_grad[0]:
             sums = torch.stack([of_weight, of_bias]).double()
             ctx.comm.all_reduce(sums)
-            scale = (var.double() + ctx.eps).rsqrt()
-            if weight is not None:
-                scale = scale * weight.double()
+            scale = inverse if weight is None else inverse * weight.double()
             along_x, constant = (-scale * sums / ctx.count).to(mean.dtype)
             grad_x = F.batch_norm(x, mean, var, along_x, constant, training=False, eps=ctx.eps)
             grad_x.addcmul_(grad, scale.to(grad.dtype).view(1, -1, *[1] * (x.dim() - 2)))

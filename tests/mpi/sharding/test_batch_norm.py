@@ -7,6 +7,7 @@ import pytest
 import torch
 from sharded_models import assert_same
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpitrain
 from collectives import Communicator
@@ -117,6 +118,40 @@ def test_an_evaluation_is_torchs_own(comm: Communicator, dtype: torch.dtype) -> 
     model.eval()
     expected = model(x)
     assert torch.equal(mpitrain.convert_sync_batchnorm(model, comm)(x), expected)
+
+
+class KernelCalls(TorchDispatchMode):
+    """Keeps the arguments of each call of the kernel of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            names = [argument.name for argument in func._schema.arguments]
+            self.found.append(dict(zip(names, args, strict=False)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.ranks(2)
+def test_the_kernel_of_the_backward_has_what_cuda_needs(comm: Communicator, dtype: torch.dtype, affine: bool) -> None:
+    """The kernel for CUDA takes the statistics from `save_mean` and `save_invstd`, in the dtype in which it accumulates."""
+    layer = mpitrain.convert_sync_batchnorm(nn.BatchNorm1d(4, eps=0.5, affine=affine).to(dtype), comm)
+    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with KernelCalls() as calls:
+        layer(whole[comm.rank :: 2].clone().requires_grad_()).square().sum().backward()
+    (call,) = calls.found
+    kind = torch.promote_types(dtype, torch.float32)
+    assert {call[name].dtype for name in ("weight", "save_mean", "save_invstd", "running_mean", "running_var")} == {
+        kind
+    }
+    expected = whole.to(kind).mean(0), (whole.to(kind).var(0, correction=0) + 0.5).rsqrt()
+    near = 0.01 if dtype == torch.bfloat16 else 1e-5  # torch's kernel for CPUs rounds the mean of bfloat16 numbers
+    for name, value in zip(("save_mean", "save_invstd"), expected, strict=True):
+        torch.testing.assert_close(call[name], value, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
