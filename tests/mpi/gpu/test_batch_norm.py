@@ -28,7 +28,7 @@ def test_forward_and_backward(
     mine = slice(4 * comm.rank, 4 * comm.rank + 4)
     plain = nn.BatchNorm2d(5, eps=0.1, affine=affine)
     layer = mpitrain.convert_sync_batchnorm(copy.deepcopy(plain), comm).to(device, dtype)
-    expected_x = whole.double().requires_grad_()
+    expected_x = whole.double().clone().requires_grad_()
     expected = plain.double()(expected_x)
     expected.backward(grad.double())
     x = whole[mine].to(device, memory_format=layout).requires_grad_()
