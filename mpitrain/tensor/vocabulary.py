@@ -1,6 +1,7 @@
 """An embedding and a cross-entropy whose vocabulary is cut over ranks. The logits of a token are never gathered."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +13,11 @@ from mpitrain.parts import bounds
 from mpitrain.tensor.exchange import Exchange
 
 _CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to the dtype of the loss at once
-_LEAST_EXPONENT = -1e4  # exp of it is 0, and so is its product with it: that of a rank without classes would be NaN
+_LEAST_EXPONENT = (
+    -1e4
+)  # exp of it is 0, and so is its product with it: that of a masked class, or a rank without classes, would be NaN
+_FAR = 256.0
+"""Rows whose largest logit is farther from 0 are moved there first: in their sums a loss would have no digits left."""
 
 
 class _CrossEntropy(Function):
@@ -28,44 +33,49 @@ class _CrossEntropy(Function):
         ignore_index: int,
         smoothing: float,
     ) -> torch.Tensor:
-        size = exchange.comm.size
-        rows, first = len(logits), bounds(num_classes, size)[exchange.comm.rank]
+        edges = bounds(num_classes, exchange.comm.size)
+        rows, first = len(logits), edges[exchange.comm.rank]
         mine = (targets >= first) & (targets < first + logits.shape[1])
         at = (targets - first).masked_fill(~mine, 0)
-        # Of each row, over this rank's classes: the largest logit, the sum of exp(logit - largest), the target's logit, the sum.
-        dtype = _dtype_of_loss(logits)
-        own = torch.zeros(4, rows, dtype=dtype, device=logits.device)
-        for part in _chunks(logits):
-            x = logits[part].to(dtype, copy=True)
-            own[0, part] = largest = x.amax(1) if x.shape[1] else own.new_full((len(x),), -torch.inf)
-            own[3, part] = x.sum(1)
-            if x.shape[1]:
-                own[2, part] = x.gather(1, at[part, None])[:, 0]
-                own[1, part] = x.sub_(largest[:, None]).exp_().sum(1)
+        # Of each row, over this rank's classes: the largest logit, the sum of exp(logit - largest), the target's logit, and for
+        # smoothing the sum of all, each less `_shift(largest)`.
+        own = torch.zeros(4, rows, dtype=_dtype_of_loss(logits), device=logits.device)
+        own[0] = -torch.inf
+        for part in _chunks(logits) if logits.shape[1] else ():
+            x = logits[part].to(own.dtype, copy=True)
+            own[0, part] = largest = x.amax(1)
+            own[2, part] = x.gather(1, at[part, None])[:, 0]
+            if smoothing:
+                own[3, part] = (x - _shift(largest)[:, None]).sum(1)
+            own[1, part] = x.sub_(_finite(largest)[:, None]).exp_().sum(1)
         own[2].masked_fill_(~mine, 0)
-        everywhere = exchange.gather(own[None], -3, size)  # (N, 4, rows)
+        everywhere = exchange.gather(own[None], -3, exchange.comm.size)  # (N, 4, rows)
         largest = everywhere[:, 0].amax(0)
-        log_sum = (everywhere[:, 1] * (everywhere[:, 0] - largest).exp()).sum(0).log() + largest
-        counts = targets != ignore_index
-        loss = log_sum - (1 - smoothing) * everywhere[:, 2].sum(0)
+        shift = _shift(largest)
+        log_sum = (everywhere[:, 1] * (everywhere[:, 0] - largest).exp()).sum(0).log() + (largest - shift)
+        loss = log_sum - (1 - smoothing) * (everywhere[:, 2].sum(0) - shift)
         if smoothing:
-            loss -= smoothing / num_classes * everywhere[:, 3].sum(0)
-        ctx.save_for_backward(logits, log_sum, at, mine, counts)
+            num_own = everywhere.new_tensor([end - begin for begin, end in pairwise(edges)])[:, None]
+            moved = everywhere[:, 3] + num_own * (_shift(everywhere[:, 0]) - shift)
+            loss -= smoothing / num_classes * moved.sum(0)
+        counts = targets != ignore_index
+        ctx.save_for_backward(logits, log_sum, shift, at, mine, counts)
         ctx.smoothing, ctx.num_classes = smoothing, num_classes
         return loss.masked_fill_(~counts, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        logits, log_sum, at, mine, counts = ctx.saved_tensors
-        grad = grad * counts
+        logits, log_sum, shift, at, mine, counts = ctx.saved_tensors
+        grad = grad.masked_fill(~counts, 0)  # not a product: the gradient of a mean over no rows is infinite
+        of_target = mine.to(log_sum.dtype) * (1 - ctx.smoothing)
         out = torch.empty_like(logits)
         for part in _chunks(logits):
-            x = logits[part].to(log_sum.dtype, copy=True).sub_(log_sum[part, None]).exp_()
+            x = torch.sub(logits[part].to(log_sum.dtype), shift[part, None]).sub_(log_sum[part, None]).exp_()
             if ctx.smoothing:
                 x -= ctx.smoothing / ctx.num_classes
             if x.shape[1]:
-                x[torch.arange(len(x), device=x.device), at[part]] -= mine[part] * (1 - ctx.smoothing)
+                x[torch.arange(len(x), device=x.device), at[part]] -= of_target[part]
             out[part] = x.mul_(grad[part, None])
         return out, None, None, None, None, None
 
@@ -90,7 +100,8 @@ def cross_entropy(
     the same on all ranks. comm: the ranks, or their exchange, which then counts the time. num_classes: of all ranks together; rank r
     of R has classes `num_classes * r // R` to `num_classes * (r + 1) // R - 1`. Positions with the target `ignore_index` count nothing;
     on CPUs any other target out of range is an IndexError. The loss is in float32, or in float64 for float64 logits. It is the same on
-    all ranks, with "none" of the shape of `targets`, and with "mean" NaN if no position counts. show: gets the loss of each position,
+    all ranks, with "none" of the shape of `targets`, and with "mean" NaN if no position counts; the gradients are zeros then.
+    Classes may be masked with -inf, also all of a rank. show: gets the loss of each position,
     of the shape of `targets` and without gradients, whatever the reduction.
 
     Raises ValueError for logits without this rank's classes (such as gathered ones), for targets of another shape, for probabilities of
@@ -119,7 +130,7 @@ def entropy(logits: torch.Tensor, exchange: Exchange | None = None) -> torch.Ten
     """The entropy of the distribution that each row of logits stands for, `-sum p log p` in nats. Collective if there is an `exchange`.
 
     logits: (N, C) floating-point; with an exchange C classes of this rank, and the ranks exchange three numbers for each row. Returns
-    (N,) float32, or float64 for such logits, the same on all ranks.
+    (N,) float32, or float64 for such logits, the same on all ranks. A class with -inf adds nothing; a row of such classes alone is NaN.
     """
     own = torch.zeros(3, len(logits), dtype=_dtype_of_loss(logits), device=logits.device)
     # Of each row, over this rank's classes: the largest logit, and with d = logit - largest the sums of exp(d) and of d exp(d).
@@ -127,8 +138,9 @@ def entropy(logits: torch.Tensor, exchange: Exchange | None = None) -> torch.Ten
     for part in _chunks(logits) if logits.shape[1] else ():
         x = logits[part].to(own.dtype, copy=True)
         own[0, part] = largest = x.amax(1)
-        exps = x.sub_(largest[:, None]).exp()
-        own[1, part], own[2, part] = exps.sum(1), x.mul_(exps).sum(1)
+        below = x.sub_(_finite(largest)[:, None])
+        exps = below.exp()
+        own[1, part], own[2, part] = exps.sum(1), below.clamp_(min=_LEAST_EXPONENT).mul_(exps).sum(1)
     everywhere = own[None] if exchange is None else exchange.gather(own[None], -3, exchange.comm.size)  # (R, 3, N)
     below = everywhere[:, 0] - everywhere[:, 0].amax(0)
     factor = below.exp()
@@ -171,6 +183,16 @@ def check_classes(values: torch.Tensor, num_classes: int, what: str, *, ignored:
 def _dtype_of_loss(logits: torch.Tensor) -> torch.dtype:
     """float32, or float64 for such logits."""
     return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _finite(largest: torch.Tensor) -> torch.Tensor:
+    """What is subtracted from logits before `exp`. If all are -inf, as masked classes are, their exponentials are 0, not NaN."""
+    return largest.masked_fill(largest == -torch.inf, 0)
+
+
+def _shift(largest: torch.Tensor) -> torch.Tensor:
+    """By how much rows are moved towards 0: by their largest logit if that is far from it, else by 0, which changes no bit."""
+    return largest.masked_fill((largest.abs() <= _FAR) | (largest == -torch.inf), 0)
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:

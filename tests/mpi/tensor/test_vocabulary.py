@@ -1,6 +1,7 @@
 """The cross-entropy of logits whose classes are cut is torch's, with all its options."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import mpitrain
 from collectives import Communicator
 from mpitrain.parts import bounds, part_of
 from mpitrain.tensor import Style, cross_entropy, vocabulary
+from mpitrain.tensor.exchange import Exchange
 
 
 @pytest.mark.ranks(2)
@@ -92,7 +94,74 @@ def test_what_the_loss_refuses(comm: Communicator) -> None:
             cross_entropy(wrong, of, comm, num_classes=4, **more)
 
 
+def _masked(kind: str, logits: torch.Tensor, edges: list[int]) -> torch.Tensor:
+    """Logits with values that masks and large layers make. `edges`: where the ranks' classes begin, and the end."""
+    if kind == "one rank":
+        logits[:, edges[-2] :] = -torch.inf
+    elif kind == "all but one class":
+        logits[:, 1:] = -torch.inf
+    elif kind == "rows":
+        logits[0], logits[1, : edges[1]], logits[2, edges[1] :] = -torch.inf, -torch.inf, -torch.inf
+    elif kind == "finite":
+        logits[1:3], logits[3, edges[1] :] = torch.finfo(logits.dtype).min, torch.finfo(logits.dtype).min
+    elif kind == "far":
+        logits += 1000
+    elif kind == "NaN":
+        logits[0, 0], logits[1, -1] = torch.inf, torch.nan
+    return logits
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("targets_that_count", ["all", "some", "none"])
+def test_masked_classes_and_targets(comm: Communicator, dtype: torch.dtype, targets_that_count: str) -> None:
+    """Losses, gradients and entropies are those of torch, and NaN where torch's are."""
+    generator = torch.Generator().manual_seed(0)
+    edges = bounds(7, comm.size)
+    begin, end = edges[comm.rank : comm.rank + 2]
+    exchange = Exchange(comm, by_messages=True)
+    of_loss = torch.promote_types(dtype, torch.float32)
+    close = {"rtol": 1e-12 if dtype == torch.float64 else 2e-6, "atol": 1e-5 if dtype != torch.float64 else 1e-12}
+    kinds = ("plain", "one rank", "all but one class", "rows", "finite", "far", "NaN")
+    for kind, reduction, smoothing in product(kinds, ("mean", "sum", "none"), (0.0, 0.1)):
+        whole = _masked(kind, torch.randn(5, 7, generator=generator).to(dtype), edges).requires_grad_()
+        mine = whole.detach()[:, begin:end].clone().requires_grad_()
+        targets = torch.tensor([0, 1, 4, 5, 6])  # of masked classes, too
+        targets[{"all": [], "some": [0, 3], "none": [0, 1, 2, 3, 4]}[targets_that_count]] = -100
+        options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+        expected = F.cross_entropy(whole.to(of_loss), targets, **options)
+        found = cross_entropy(mine, targets, exchange, num_classes=7, **options)
+        torch.testing.assert_close(found, expected, equal_nan=True, **close)
+        upstream = torch.rand(expected.shape, generator=generator, dtype=of_loss)
+        if reduction == "none":
+            upstream[targets == -100] = torch.nan  # as of a mean over no rows
+        expected.backward(upstream)
+        found.backward(upstream)
+        assert whole.grad is not None and mine.grad is not None
+        # In a short type both gradients are rounded once, from numbers in float32 that differ a little.
+        bound = close if dtype == of_loss else {"rtol": 1e-2, "atol": 1e-3}
+        torch.testing.assert_close(mine.grad, whole.grad[:, begin:end], equal_nan=True, **bound)
+        logs = whole.detach().to(of_loss).log_softmax(1)
+        summands = torch.where(logs == -torch.inf, 0, logs * logs.exp())
+        entropies = vocabulary.entropy(mine.detach(), exchange)
+        torch.testing.assert_close(entropies, -summands.sum(1), equal_nan=True, **close)
+
+
 @pytest.mark.ranks(2)
-def test_no_row_counts(comm: Communicator) -> None:
-    loss = cross_entropy(torch.zeros(3, 2), torch.full((3,), -100), comm, num_classes=4)
-    assert loss.isnan()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_batch_without_targets_leaves_the_weights(comm: Communicator, dtype: torch.dtype) -> None:
+    """The mean is NaN, and the gradients are zeros, as in torch: also through the whole model, and in a sum of micro-batches."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"head": nn.Linear(4, 7), "loss": nn.CrossEntropyLoss(label_smoothing=0.1)}).to(dtype)
+    cut = mpitrain.tensor_parallel(copy.deepcopy(plain), comm, {"head": Style("column"), "loss": Style("loss")})
+    for count in (False, True):
+        for model in (plain, cut):
+            targets = torch.arange(3) if count else torch.full((3,), -100)
+            loss = model["loss"](model["head"](torch.ones(3, 4, dtype=dtype)), targets)  # type: ignore[index]
+            assert loss.isnan() != count
+            loss.backward()
+        for whole, mine in zip(plain.parameters(), cut.parameters(), strict=True):
+            part = part_of(mine)
+            assert part is not None and whole.grad is not None and mine.grad is not None
+            bound = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 1e-3}
+            torch.testing.assert_close(mine.grad, part.take(whole.grad), **bound)
