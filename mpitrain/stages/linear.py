@@ -18,11 +18,14 @@ class _Linear(Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.params, ctx.as_torch = (weight, bias), as_torch
+        ctx.set_materialize_grads(False)
         return product(x, weight.t(), bias, as_torch=as_torch)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:  # as torch's own: what the loss does not depend on has no gradient
+            return None, None, None, None
         (x, weight), as_torch = ctx.saved_tensors, ctx.as_torch
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
 

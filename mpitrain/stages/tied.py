@@ -86,11 +86,13 @@ class Tied:
     def add(self, model: nn.Module, earlier: Sequence[torch.Tensor | None], *, is_lent: bool) -> None:
         """Add up the gradients of this step over the ranks, and add those of `earlier` steps. Collective.
 
-        `is_lent`: the first rank has the sums already: see [Note: tied slices].
+        `is_lent`: the first rank has the sums already: see [Note: tied slices]. A gradient that no rank has stays None.
         """
-        for (name, group), before in zip(self._params, earlier, strict=True):
-            param = model.get_parameter(name)
-            if not param.requires_grad:
+        params = [(model.get_parameter(name), group) for name, group in self._params]
+        are_used = _used_anywhere([(param, group) for param, group in params if param.requires_grad])
+        for (param, group), before in zip(params, earlier, strict=True):
+            if param not in are_used:
+                param.grad = before
                 continue
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             if is_lent:
@@ -100,12 +102,25 @@ class Tied:
             param.grad = grad if before is None else before.add_(grad)
 
 
+def _used_anywhere(params: Sequence[tuple[nn.Parameter, Communicator]]) -> set[nn.Parameter]:
+    """Those that have a gradient on some of their ranks. Collective."""
+    of_groups: dict[Communicator, list[nn.Parameter]] = {}
+    for param, group in params:
+        of_groups.setdefault(group, []).append(param)
+    found: set[nn.Parameter] = set()
+    for group, its in of_groups.items():
+        used = torch.tensor([param.grad is not None for param in its])
+        group.all_reduce(used, "max")
+        found |= {param for param, anywhere in zip(its, used.tolist(), strict=True) if anywhere}
+    return found
+
+
 class TiedRounds:
     """The exchange of a step: see [Note: tied slices]. `shared`: the full parameters, each with its two stages."""
 
     def __init__(self, shared: Sequence[tuple[nn.Parameter, _Shared]]) -> None:
         self._shared = shared
-        self._here: dict[nn.Parameter, deque[torch.Tensor]] = {full: deque() for full, _ in shared}
+        self._here: dict[nn.Parameter, deque[torch.Tensor | None]] = {full: deque() for full, _ in shared}
         self._sent: list[tuple[Work, torch.Tensor]] = []
 
     def lent_by(self, stage: int) -> list[nn.Parameter]:
@@ -119,7 +134,10 @@ class TiedRounds:
                 continue
             if ranks is None:
                 full.grad = self._here[full].popleft()
-            else:
+                continue
+            is_used = torch.empty(1, dtype=torch.bool)
+            ranks.recv(is_used, 1, _TAG)
+            if is_used:
                 full.grad = torch.empty_like(full)
                 ranks.recv(full.grad, 1, _TAG)
 
@@ -128,11 +146,13 @@ class TiedRounds:
         for full, (_, (_, later), ranks) in self._shared:
             if later != stage:
                 continue
-            grad, full.grad = torch.zeros_like(full) if full.grad is None else full.grad, None
+            grad, full.grad = full.grad, None
             if ranks is None:
                 self._here[full].append(grad)
-            else:
-                self._sent.append((ranks.isend(grad, 0, _TAG), grad))
+                continue
+            for sent in (torch.tensor([grad is not None]), grad):
+                if sent is not None:
+                    self._sent.append((ranks.isend(sent, 0, _TAG), sent))
         while self._sent and self._sent[0][0].done():
             self._sent.pop(0)[0].wait()
 

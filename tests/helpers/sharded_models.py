@@ -7,12 +7,21 @@ import torch
 from torch import nn
 from ways import options_of
 
+import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
 from mpitrain.sharding.unit.layout import rows_of
 
 STORAGES = ["resident", "private"]
 BATCH = 12  # rows; 1, 2, 3 and 4 ranks divide it
+
+
+class Parted(mpitrain.CPUOffloadPolicy):
+    """As if the CPU's memory were a GPU's: what the tests of CPUs can prove."""
+
+    def parts(self, device: torch.device) -> bool:
+        return True
+
 
 M = TypeVar("M", bound=nn.Module)
 

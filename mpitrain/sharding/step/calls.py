@@ -65,6 +65,8 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, calls: Calls, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.calls = calls
+        # A tensor that the call does not use has no gradient, as without this function.
+        ctx.set_materialize_grads(False)
         calls.begin(ctx)
         return tensors
 

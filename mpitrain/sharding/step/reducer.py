@@ -210,7 +210,8 @@ class Reducer:
             self._reduce_next()
         self._end_one()
         if self._left_some or self.waits:
-            self.waits = any(flat.has_full_grads for unit in self.units for flat in unit.flats)
+            # After a backward under `no_sync` on all ranks: one of them may have computed no gradient, and its reduction is collective.
+            self.waits = self._left_some or any(flat.has_full_grads for unit in self.units for flat in unit.flats)
 
     def compress(self) -> None:
         """Average the gradients that are left to compression, and wait for all copies to the host: see [Note: compressed]."""

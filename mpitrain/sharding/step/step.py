@@ -38,7 +38,6 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.backward import backward
 from mpitrain.models.draws import mark_places, seeded_at_places
 from mpitrain.parts import stage_of
 from mpitrain.sharding.slices.buffers import SliceBuffers
@@ -305,15 +304,18 @@ class TrainingStep:
         """Begin a backward, unless it has begun."""
         if self.phase is Phase.BACKWARD:
             return
-        self._fence.go_on()
-        self.phase = Phase.BACKWARD
-        self._makes_graph = False
-        self.reducer.begin()
+        self._begin_reductions()
         for unit in self._lasting:
             self._unshard(unit)
         with self._communicating():
             self._prefetch.begin("backward")
         at_end_of_backward(self._end_backward)
+
+    def _begin_reductions(self) -> None:
+        self._fence.go_on()
+        self.phase = Phase.BACKWARD
+        self._makes_graph = False
+        self.reducer.begin()
 
     def on_gradient(self, number: int, index: int) -> None:
         """Called when autograd has accumulated the gradient of parameter `index` of the reducer's `gradients[number]`."""
@@ -343,6 +345,9 @@ class TrainingStep:
             self._graph = Graph.USED
         for unit in self._passing:
             self._reshard(unit)
+        self._end_reductions()
+
+    def _end_reductions(self) -> None:
         is_round = not self.reducer.is_pending
         self.num_backwards += is_round
         with self._communicating():
@@ -390,11 +395,10 @@ class TrainingStep:
     # Between steps
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients that wait, by a backward that adds zeros to one of them. Collective."""
-        if not self.reducer.waits:
-            return
-        smallest = min((param for _, each in self.reducer.order for param in each.params), key=lambda p: p.full.numel())
-        backward([smallest.full], [torch.zeros_like(smallest.full)])
+        """Reduce the gradients that wait, as a backward does that computes no more of them. Collective."""
+        if self.reducer.waits:
+            self._begin_reductions()
+            self._end_reductions()
 
     def set_stage(self, stage: int, *, is_round: bool) -> None:
         """The next forward or backward is one of this stage of a pipeline. `is_round`: see `ShardedModule.set_stage`."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import assert_same, floats, loss_of, mine, pair_of
+from sharded_models import Parted, assert_same, floats, loss_of, mine, pair_of
 from torch import nn
 from ways import WAYS, spread
 
@@ -15,13 +15,6 @@ from mpitrain.sharding import fully_shard
 
 # four ranks make copies of shards, and three show no more than two
 pytestmark = pytest.mark.ranks(1, 2, 4)
-
-
-class Parted(mpitrain.CPUOffloadPolicy):
-    """As if the CPU's memory were a GPU's: what the tests of CPUs can prove."""
-
-    def parts(self, device: torch.device) -> bool:
-        return True
 
 
 def model_of() -> nn.Sequential:
