@@ -26,6 +26,16 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
+def hook_gradient(tensor: torch.Tensor, act: Callable[[torch.Tensor], Any]) -> None:
+    """`tensor.register_hook(act)` for any tensor that has a gradient.
+
+    After a write in place the node of a view is out of date, and torch makes a new one when somebody asks for it. torch's own
+    `register_hook` does not ask, and crashes at the node that is missing.
+    """
+    _ = tensor.grad_fn
+    tensor.register_hook(act)
+
+
 def is_freed(node: Any) -> bool:
     """Whether a backward went through this node of a graph and freed the saved tensors: no further backward can enter the node.
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mpitrain.models.stage_plan import StagePlan
-from mpitrain.torch_internals import at_end_of_backward, in_backward
+from mpitrain.torch_internals import at_end_of_backward, hook_gradient, in_backward
 
 Kind = Literal["forward", "backward"]
 Mark = Callable[[str, Kind], None]
@@ -86,7 +86,7 @@ class _Ranges:
         self._leave(name, "forward")
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._begin_backward, name))
+                hook_gradient(tensor, partial(self._begin_backward, name))
 
     def _begin_backward(self, name: str, grad: torch.Tensor) -> None:
         if not self.is_on or self._backward == name:

@@ -55,6 +55,7 @@ from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_internals import (
     at_end_of_backward,
     count_writes,
+    hook_gradient,
     in_backward,
     run_accumulation_hooks,
 )
@@ -180,7 +181,7 @@ class TrainingStep:
             if with_grad and (is_root or not unit.lasts):
                 for tensor in tensors_in(output):
                     if tensor.requires_grad:
-                        tensor.register_hook(partial(self._before_backward, unit, written))
+                        hook_gradient(tensor, partial(self._before_backward, unit, written))
             if is_root and with_grad and not self._is_reach_checked:
                 # Code that reaches into other modules does so in every forward, so one check of a graph is enough.
                 check_graph(output, self._passing, self._tree.module)

@@ -7,6 +7,7 @@ from torch import nn
 from mpitrain.torch_internals import (
     at_end_of_backward,
     count_writes,
+    hook_gradient,
     hooks_on,
     in_backward,
     is_freed,
@@ -57,6 +58,15 @@ def test_whether_a_graph_was_freed() -> None:
     assert not is_freed(node)
     loss.backward()
     assert is_freed(node)
+
+
+def test_a_view_that_was_written_to_can_have_a_hook() -> None:
+    seen: list[torch.Tensor] = []
+    y = nn.Linear(2, 3)(torch.ones(2, 2, 2))  # a view of a matrix
+    y[..., 2:] = 0.0
+    hook_gradient(y, seen.append)  # torch's own register_hook ends the process here
+    y.sum().backward()
+    assert [grad.tolist() for grad in seen] == [torch.ones(2, 2, 3).tolist()]
 
 
 def test_writes_are_counted_and_a_view_can_have_a_counter_of_its_own() -> None:

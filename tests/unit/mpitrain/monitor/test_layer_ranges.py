@@ -44,6 +44,24 @@ def test_ranges_are_in_the_order_of_the_step_and_change_no_bit(family: str, what
     assert not marks
 
 
+def test_a_layer_that_masks_its_output_in_place() -> None:
+    model = build(resolve("tiny", "gpt", layers=1, context=16))
+    initialize(model, seed=0)
+    first = model.blocks[0]
+    inner, first.forward = first.forward, lambda x, **others: masked(inner(x, **others))
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        y = nn.Linear(x.shape[-1], x.shape[-1])(x)  # a view
+        y[..., 1:] = 0.0
+        return y
+
+    entered: list[tuple[str, str]] = []
+    rows = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
+    with layer_ranges(model, lambda *of: entered.append(of), lambda *of: None):
+        model(rows[:, :-1], rows[:, 1:]).backward()
+    assert ("blocks.0", "backward") in entered
+
+
 def test_a_model_without_known_layers_is_refused() -> None:
     nothing = lambda name, kind: None  # noqa: E731
     with pytest.raises(ValueError, match=r"stage_plan.*Linear"), layer_ranges(nn.Linear(1, 1), nothing, nothing):
