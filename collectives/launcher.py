@@ -1,8 +1,9 @@
 """The information about this process's launcher that is available before MPI starts."""
 
 import os
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from collectives.processes import stat_fields
@@ -23,6 +24,11 @@ _SIZE_VARIABLES = {
     "PMI_SIZE": "an mpirun of MPICH's family",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
 }
+
+# torchrun, and accelerate launch, which calls it, set the first one. They and deepspeed set all the others; Kubernetes sets some.
+_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+_TORCH_VARIABLES = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")).keys()
+_SHOWN_CHARACTERS = 200
 
 
 def environment_of_program() -> dict[str, str]:
@@ -106,15 +112,19 @@ def check_main_program() -> None:
 
 
 def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.environ) -> None:
-    """RuntimeError if the launcher has started several ranks, but the MPI library `library` sees only this process: `size` is 1.
+    """RuntimeError if a launcher has started several ranks, but the MPI library `library` sees only this process: `size` is 1.
 
-    This happens with the mpirun of one MPI and the library of another. Each rank would be a separate job that writes to the same
-    folders. A launcher inside another launcher's job may start a single process, so there is no error if one variable is 1.
+    This happens with the mpirun of one MPI and the library of another, and with torchrun, which starts no ranks of MPI. Each rank would
+    be a separate job that writes to the same folders. A launcher of MPI inside another launcher's job may start a single process, so
+    there is no error if one of their variables is 1.
     """
+    if size > 1:
+        return
+    _check_torch_launcher(library, environ)
     told = {name: int(environ[name]) for name in _SIZE_VARIABLES if environ.get(name, "").isdigit()}
     if environ.get("SLURM_TASK_PID") != str(os.getpid()):
         told.pop("SLURM_STEP_NUM_TASKS", None)  # a child process of a task of srun inherits it, and may run alone
-    if size > 1 or not told or min(told.values()) <= 1:
+    if not told or min(told.values()) <= 1:
         return
     name, number = next(iter(told.items()))
     launcher = _SIZE_VARIABLES[name]
@@ -127,5 +137,33 @@ def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.envi
     raise RuntimeError(
         f"{launcher} has started {number} ranks ({name}={number}), but MPI in this process is {library}, which knows 1 rank; expected "
         f"a launcher and a library of the same MPI, because each rank would be a separate job that writes to the same files: {remedy}. "
-        f"To run one process alone, remove the launcher's variables: env{''.join(f' -u {each}' for each in told)}"
+        f"{_to_run_alone(told)}"
+    )
+
+
+def _check_torch_launcher(library: str, environ: Mapping[str, str]) -> None:
+    """RuntimeError if a launcher of torch.distributed has started this process, which MPI takes for a job of one rank."""
+    size = environ.get("WORLD_SIZE", "")
+    number = int(size) if size.isdigit() else 0
+    is_of_torchrun = _TORCHRUN_VARIABLE in environ
+    if number == 1 or not (is_of_torchrun or (number and environ.keys() >= _TORCH_VARIABLES)):
+        return
+    launcher = "torchrun" if is_of_torchrun else "a launcher of torch.distributed, such as deepspeed,"
+    if any(name.startswith("ACCELERATE_") for name in environ):
+        launcher = "accelerate launch"
+    shown = {name: environ[name] for name in (_TORCHRUN_VARIABLE, *_TORCH_VARIABLES) if name in environ}
+    of_node = environ.get("LOCAL_WORLD_SIZE", size)
+    hosts = f" -H HOST:{of_node},..." if of_node != size else ""
+    program = shlex.join(("python", *(word for word in sys.orig_argv[1:] if word != "-u")))
+    program = program if len(program) <= _SHOWN_CHARACTERS else f"{program[:_SHOWN_CHARACTERS]} ..."
+    raise RuntimeError(
+        f"{launcher} has started {number or 'the'} processes ({', '.join(f'{name}={its}' for name, its in shown.items())}), but MPI "
+        f"({library}), which joins the ranks here, knows 1 rank; expected mpirun or srun to start the ranks, because each process "
+        f"would be a separate job that writes to the same files: mpirun -np {number or 'N'}{hosts} {program}. {_to_run_alone(shown)}"
+    )
+
+
+def _to_run_alone(variables: Iterable[str]) -> str:
+    return (
+        f"To run one process alone, remove the launcher's variables: env{''.join(f' -u {each}' for each in variables)}"
     )

@@ -49,6 +49,69 @@ def test_one_that_may_be_meant_to_run_alone_goes_on(environ: dict[str, str]) -> 
     check_launcher(1, "Some MPI 1.2", environ)
 
 
+TORCH = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+TORCHRUN = {**TORCH, "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (
+            TORCHRUN,
+            ["torchrun has started 2 processes (TORCHELASTIC_RUN_ID=none, RANK=1", "Some MPI", "mpirun -np 2 python "],
+        ),
+        ({**TORCHRUN, "ACCELERATE_USE_CPU": "true"}, ["accelerate launch has started 2", "mpirun -np 2 "]),
+        ({**TORCHRUN, "WORLD_SIZE": "8"}, ["mpirun -np 8 -H HOST:2,... python"]),
+        (
+            TORCH,
+            [
+                "such as deepspeed, has started 2",
+                "mpirun -np 2 ",
+                "env -u RANK -u LOCAL_RANK -u WORLD_SIZE -u MASTER_ADDR",
+            ],
+        ),
+        ({"TORCHELASTIC_RUN_ID": "job"}, ["torchrun has started the processes", "mpirun -np N python"]),
+        (
+            {**TORCHRUN, "OMPI_COMM_WORLD_SIZE": "1"},
+            ["torchrun has started 2"],
+        ),  # mpirun -np 1 torchrun, and the reverse
+        ({**TORCH, **TASK, "SLURM_TASK_PID": str(os.getppid())}, ["such as deepspeed, has started 2"]),  # srun torchrun
+    ],
+)
+def test_processes_of_torch_s_launchers_are_no_ranks(environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(RuntimeError) as refusal:
+        check_launcher(1, "Some MPI 1.2", environ)
+    assert all(part in str(refusal.value) for part in words), refusal.value
+    assert "\n" not in str(refusal.value)
+    check_launcher(
+        2, "Some MPI 1.2", environ
+    )  # mpirun has started the ranks, and a script sets these variables for torch
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**TORCHRUN, "WORLD_SIZE": "1"},  # one process, which is one rank
+        {**TORCH, "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "4"},  # of Kubernetes
+        {"WORLD_SIZE": "4", "RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1"},
+        {**TORCH, "WORLD_SIZE": "many"},
+    ],
+)
+def test_some_variables_of_torch_are_no_launcher(environ: dict[str, str]) -> None:
+    check_launcher(1, "Some MPI 1.2", environ)
+
+
+def test_the_command_is_the_program_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "-u", "-m", "mpitrain", "--run", "my run"])
+    with pytest.raises(RuntimeError, match=r"mpirun -np 2 python -m mpitrain --run 'my run'. To run one process alone"):
+        check_launcher(1, "Some MPI 1.2", TORCHRUN)
+    monkeypatch.setattr("sys.orig_argv", ["python3", "-c", "x" * 1000])
+    with pytest.raises(RuntimeError) as refusal:
+        check_launcher(1, "Some MPI 1.2", TORCHRUN)
+    assert "xxx .... To run" in str(refusal.value) and len(str(refusal.value)) < 800
+
+
 def test_the_launcher_has_a_name() -> None:
     assert launcher_name({}) == launcher_name({"PMI_SIZE": "many"}) == ""
     assert launcher_name({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_VERSION": "5.0.11"}) == "Open MPI's mpirun 5.0.11"
