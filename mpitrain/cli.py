@@ -64,7 +64,12 @@ _BENCHES_ALONE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. For an error that all ranks have, rank 0 prints one line."""
     with ends_with_its_reader():
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit as end:
+            if isinstance(end.code, str):  # which Python prints at the end
+                write_failure(end.code, make_folder=False)
+            raise
 
 
 def _main(words: list[str]) -> int:
@@ -194,7 +199,9 @@ def _in_one_process(run: Callable[[list[str]], int | None], words: list[str]) ->
         with ends_with_its_reader():
             return run(words) or 0
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"mpitrain: error: {error}", file=sys.stderr)
+        line = f"mpitrain: error: {error}"
+        print(line, file=sys.stderr)
+        write_failure(line, make_folder=False)
         return 1
     except KeyboardInterrupt:
         print("mpitrain: interrupted", file=sys.stderr)

@@ -2,14 +2,17 @@
 
 Only an operation that is carried out later, or by another thread, notes its place when it is called: `issued_here`. A place is in the
 user's program: frames of libraries in between are left out (`pass_over`), but calls in them can have a name for reports (`name`).
+A place in another library, such as a trainer, has the innermost frame of the user's own files beside it.
 """
 
 import functools
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,6 +21,13 @@ _PACKAGE = __name__.partition(".")[0]
 _passed_over = [_PACKAGE, "contextlib"]
 _is_passed_over: dict[str, bool] = {}  # by the name of a module
 _names: dict[CodeType, Callable[[Mapping[str, Any]], str]] = {}
+
+_ROOT = Path(__file__).parents[2]
+# The folders of libraries: Python's own, those of pip, and the packages of this project, which may run from a checkout.
+_LIBRARIES = tuple(
+    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {f"{_ROOT / name}/" for name in (_PACKAGE, "ckpt", "mpitrain")}
+)
 
 
 def pass_over(*packages: str) -> None:
@@ -32,15 +42,18 @@ def name(function: Callable[..., Any], words: Callable[[Mapping[str, Any]], str]
 
 
 class Site:
-    """The place of a call."""
+    """The place of a call. `user`: the place in the user's own files from which it was reached, if this one is in a library."""
 
-    __slots__ = ("_code", "_line")
+    __slots__ = ("_code", "_line", "_user")
 
-    def __init__(self, code: CodeType | None, line: int) -> None:
-        self._code, self._line = code, line
+    def __init__(self, code: CodeType | None, line: int, user: "Site | None" = None) -> None:
+        self._code, self._line, self._user = code, line, user
 
     def __str__(self) -> str:
-        return "" if self._code is None else f"{self._code.co_filename}:{self._line} in {self._code.co_name}"
+        if self._code is None:
+            return ""
+        place = f"{self._code.co_filename}:{self._line} in {self._code.co_name}"
+        return place if self._user is None else f"{place}, from {self._user}"
 
     def carry_out(self, operation: Callable[[], Any]) -> Any:
         """Carry out the operation of the call; until its end reports show this place for the thread."""
@@ -70,10 +83,31 @@ def _caller(frame: FrameType | None) -> Site:
     while frame is not None:
         if _package_of(frame.f_globals.get("__name__", "")) != _PACKAGE:
             if not _is_between(frame):
-                return Site(frame.f_code, frame.f_lineno)
+                return _site(frame)
             outside = outside or frame
         frame = frame.f_back
-    return Site(None, 0) if outside is None else Site(outside.f_code, outside.f_lineno)
+    return Site(None, 0) if outside is None else _site(outside)
+
+
+def _site(frame: FrameType) -> Site:
+    code = frame.f_code
+    return Site(code, frame.f_lineno, _user_outside(frame) if _is_library(code.co_filename) else None)
+
+
+def _user_outside(frame: FrameType) -> Site | None:
+    """The innermost frame of the user's own files outside of a library's frame, if there is one."""
+    user = frame.f_back
+    while user is not None and _is_library(user.f_code.co_filename):
+        user = user.f_back
+    return None if user is None else Site(user.f_code, user.f_lineno)
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    """Whether a file of code belongs to Python, to an installed package or to this project, or is code that a library has made."""
+    if file.startswith("<"):
+        return not file.startswith(("<string>", "<stdin>", "<console>", "<ipython"))  # what a user types
+    return file.startswith(_LIBRARIES) or "/site-packages/" in file or "/dist-packages/" in file  # of any environment
 
 
 def call_site(thread: int) -> str:
@@ -98,14 +132,25 @@ def _is_inside(frame: FrameType | None, package: str) -> bool:
     return frame is not None
 
 
+def is_of_package(frame: FrameType) -> bool:
+    """Whether a frame belongs to this package."""
+    return _package_of(frame.f_globals.get("__name__", "")) == _PACKAGE
+
+
 def standing(thread: int, depth: int = 3) -> str:
-    """The innermost frame of a thread and the next frames of the program, `depth` in all: "a.py:3 in f, from b.py:10 in g"."""
+    """The innermost frame of a thread and the next frames of the program, `depth` in all: "a.py:3 in f, from b.py:10 in g".
+
+    If all of these are of libraries, the innermost frame of the user's own files is added.
+    """
     frame = sys._current_frames().get(thread)
-    places: list[str] = []
-    while frame is not None and len(places) < depth:
-        if not places or not _is_between(frame):
-            places.append(str(Site(frame.f_code, frame.f_lineno)))
+    shown: list[FrameType] = []
+    while frame is not None and len(shown) < depth:
+        if not shown or not _is_between(frame):
+            shown.append(frame)
         frame = frame.f_back
+    places = [str(Site(each.f_code, each.f_lineno)) for each in shown]
+    if all(_is_library(each.f_code.co_filename) for each in shown) and shown and (user := _user_outside(shown[-1])):
+        places.append(str(user))
     return ", from ".join(places) or "no Python code"
 
 

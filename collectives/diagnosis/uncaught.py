@@ -1,4 +1,8 @@
-"""Ends the job if an error ends a rank, and prints the error with the rank and its last operations."""
+"""Ends the job if an error ends a rank, and prints the error with the rank. The error's message is the rank's last text.
+
+The rank's last operations come before the traceback, and only if a thread of the program was in an operation: those of a rank whose
+program has failed elsewhere say nothing about the error.
+"""
 
 import os
 import socket
@@ -10,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from collectives.diagnosis import dump, record
+from collectives.diagnosis import dump, record, stacks
 from collectives.diagnosis.ending import abort_job, claim, leave_alone
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.job import Job
@@ -54,10 +58,10 @@ def how_ended() -> str:
 def abort_on_uncaught(mpi: Any) -> None:
     """Let an uncaught exception on one rank print its rank and traceback and end the whole job with exit code 1.
 
-    Otherwise the other ranks would wait forever in their next collective. The rank's last operations follow the traceback, and its
-    flight record is written to its file, if it has one. If all ranks have raised the error together, one rank prints it, and all ranks
-    end by themselves with exit code 1. Then the program's earlier hook, `sys.excepthook` or `threading.excepthook`, is called. A forked
-    child only has the earlier hooks. A job of one rank does not change its hooks.
+    Otherwise the other ranks would wait forever in their next collective. The rank's flight record is written to its file, if it has
+    one. If all ranks have raised the error together, one rank prints it, and all ranks end by themselves with exit code 1. Then the
+    program's earlier hook, `sys.excepthook` or `threading.excepthook`, is called. A forked child only has the earlier hooks. In a job
+    of one rank the error is only written to the failure file, before Python prints it.
     """
 
     def others_go_on() -> bool:
@@ -65,26 +69,31 @@ def abort_on_uncaught(mpi: Any) -> None:
 
     def report(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, *operations: str
-    ) -> None:
+    ) -> str:
+        """Print the error, and write it to the failure file. Returns the error's message."""
         rank = mpi.rank if Job.mpi is None else Job.mpi.rank
         who = f"rank {rank} on {socket.gethostname()} (process {os.getpid()})"
-        text = f"{who} ends by an uncaught {kind.__name__}\n" + "".join(traceback.format_exception(kind, error, trace))
-        text += "".join(f"  {line}\n" for line in operations)
+        lines = [f"{who} ends by an uncaught {kind.__name__}\n", *(f"  {line}\n" for line in operations)]
+        text = "".join([*lines, *traceback.format_exception(kind, error, trace)])
         sys.stdout.flush()
-        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
-        print(lines, file=_stderr(), end="", flush=True)
+        say(rank, text)
         if error is None or on_all_ranks(error) or not others_go_on():
             write_failure(text)
+        return "".join(traceback.format_exception_only(kind, error))
+
+    def say(rank: int, text: str) -> None:
+        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+        print(lines, file=_stderr(), end="", flush=True)
 
     def end_job(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, hook: Callable[[], None]
     ) -> None:
         claim()
-        operations = record.newest_operations(NUM_SHOWN)
-        report(kind, error, trace, *(dump.table(operations, time.monotonic()) if operations else ()))
+        message = report(kind, error, trace, *_operations(error))
         dump.write_file(f"ended by {kind.__name__}")
         if Others.show is not None and getattr(error, "_shows_all_ranks", False):
             Others.show()
+            say(dump.RecordOutput.rank, message)  # again: it is the last text
         try:
             hook()
         except Exception:
@@ -119,12 +128,40 @@ def abort_on_uncaught(mpi: Any) -> None:
         else:
             end_job(args.exc_type, args.exc_value, args.exc_traceback, hook)
 
-    if mpi.size == 1:
-        return  # no other rank waits
+    def on_exception_alone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == process:
+            write_failure("".join(traceback.format_exception(kind, error, trace)))
+        before(kind, error, trace)
+
     process = os.getpid()
     before, thread_before = sys.excepthook, threading.excepthook
+    if mpi.size == 1:  # no other rank waits
+        sys.excepthook = on_exception_alone
+        return
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception
+
+
+def _operations(error: BaseException | None) -> list[str]:
+    """The last operations as lines, if the error came out of an operation, or another thread of the program is in one."""
+    newest = record.newest_operations(NUM_SHOWN)
+    failed = _left_package(error) and any(each.state in (record.BEGUN, record.FAILED) for each in newest)
+    here = threading.get_ident()
+    program = {each.ident for each in threading.enumerate() if not each.name.startswith("collectives-")} - {here}
+    if failed or any(each.thread in program for each in record.open_operations()):
+        return ["its last operations:", *dump.table(newest, time.monotonic())]
+    return []
+
+
+def _left_package(error: BaseException | None) -> bool:
+    """Whether the error, or an error before it that it names, has left a function of this package."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if any(stacks.is_of_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _stderr() -> Any:

@@ -301,24 +301,25 @@ comm = collectives.world()
 if sys.argv[1] == "on all ranks":
     with comm.together():
         raise ValueError("of all ranks")
-if comm.rank == 1:
+if comm.rank == comm.size - 1:
     raise KeyError("of one rank")
 comm.barrier()
 """
 
 
-@pytest.mark.parametrize("which", extent(["of one rank"], ["of one rank", "on all ranks"]))
+@pytest.mark.parametrize(
+    "which", extent(["of one rank", "of a job of one"], ["of one rank", "of a job of one", "on all ranks"])
+)
 def test_the_report_of_a_failure_is_the_last_text_of_train(checkout: Path, which: str) -> None:
     (checkout / "mpitrain/__main__.py").write_text(FAILS)
-    result = train(checkout, which)
+    result = train(checkout, "-np", "1" if which == "of a job of one" else "2", which)
     assert result.returncode == 1, str(result)
     before, _, last = result.stderr.rpartition("train: the job has failed:\n")
-    assert " ends by an uncaught " in before, "also before the lines of mpirun"
-    name = "KeyError: 'of one rank'" if which == "of one rank" else "ValueError: of all ranks"
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\nrank \d on \S+ \(process \d+\) ends by an uncaught ", last), str(
-        result
-    )
-    assert name in last and "Traceback (most recent call last):\n" in last, str(result)
+    message = "ValueError: of all ranks" if which == "on all ranks" else "KeyError: 'of one rank'"
+    assert message in before, "also before the lines of mpirun"
+    who = "" if which == "of a job of one" else r"rank \d on \S+ \(process \d+\) ends by an uncaught \w+\n"
+    words = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\n{who}Traceback \(most recent call last\):\n"
+    assert re.match(words, last) and last.endswith(f"\n{message}\n"), str(result)
 
 
 @pytest.mark.skipif(not FULL, reason="waits for mpirun for ten seconds: in a full run")

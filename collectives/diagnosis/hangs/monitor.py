@@ -1,7 +1,8 @@
 """The monitor: a thread of each rank that answers for the rank while the rank itself is stuck in an operation.
 
 - SIGUSR2: the monitor dumps the flight record. Python's own handlers would wait until the main thread returns from MPI; see bell.py.
-- The notice: when an operation of this rank has waited for long, the monitor asks all ranks for their state and prints one line.
+- The notice: when an operation of this rank has waited for long, the monitor asks all ranks for their state and prints
+  where they are, with one line for ranks in the same place.
 - The deadline: when an operation of this rank has waited too long, the monitor asks all ranks for their state, prints one report and
   ends the job. If several ranks ask, only the lowest of them continues.
 - An error that ends this rank: if it says so (`show_all_ranks`), the monitor asks all ranks for their state and prints their places.
@@ -24,7 +25,7 @@ from typing import Any
 from collectives.diagnosis import dump, loss, record, uncaught
 from collectives.diagnosis.ending import Before, LastWords, abort_job, end_together, leave_alone
 from collectives.diagnosis.failure import write_failure
-from collectives.diagnosis.hangs import answer, deadline, deadlock, notice, report
+from collectives.diagnosis.hangs import answer, deadline, deadlock, long_wait, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.hangs.board import Board
@@ -279,12 +280,12 @@ class Monitor:
         return min(self.rank * _STAGGER_S, _MAX_STAGGER_S) if self._may_talk else 0.0
 
     def _notice(self, wait: notice.Wait, now: float) -> None:
-        """Ask all ranks for their state, for a line about a wait of this rank."""
+        """Ask all ranks for their state, for a notice about a wait of this rank."""
         age_s = now - wait.begun
         if self._talks():
             self._inquiries.ask("notice", wait=wait, age_s=age_s)
         else:
-            dump.say(report.lone_notice(self.rank, wait.number, self._state(), Deadline.seconds or 0.0))
+            dump.say(long_wait.lone_notice(self.rank, wait.number, self._state(), Deadline.seconds or 0.0))
         self._notices.told(age_s)
 
     def _end_late(self) -> None:
@@ -319,7 +320,9 @@ class Monitor:
             assert inquiry.wait is not None
             if self._notices.goes_on(inquiry.wait):
                 dump.say(
-                    report.notice(self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0, self._roster)
+                    long_wait.notice(
+                        self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0, self._roster
+                    )
                 )
         elif inquiry.purpose == "places":
             dump.say(report.error_report(self.rank, inquiry.states, self._roster))

@@ -1,7 +1,7 @@
-"""The notice: one line about a long wait, long before the deadline ends the job. report.py writes the line.
+"""The notice: a few lines about a long wait, long before the deadline ends the job. long_wait.py writes them.
 
-A line is due when a wait has lasted MPITRAIN_NOTICE_S (30 s), and again when it has lasted twice as long as at the last line, so that a
-slow rank does not cause many lines. The monitor then asks all ranks. A line covers the waits of all ranks, so only one prints it.
+A notice is due when a wait has lasted MPITRAIN_NOTICE_S (30 s), and again when it has lasted twice as long as at the last one, so
+that a slow rank does not cause many. The monitor then asks all ranks. A notice covers the waits of all ranks, so only one prints it.
 """
 
 import time
@@ -20,7 +20,7 @@ def from_environment() -> float:
 
 
 class Wait(NamedTuple):
-    """A wait for which a line is due."""
+    """A wait for which a notice is due."""
 
     number: int  # of its operation; for work on a device a negative number
     begun: float
@@ -50,15 +50,15 @@ def on_device() -> DeviceWork | None:
 
 
 class Notices:
-    """The waits of this process for which a line is due."""
+    """The waits of this process for which a notice is due."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: the age of a wait at its first line; 0: no lines."""
+        """`seconds`: the age of a wait at its first notice; 0: no notices."""
         self._seconds = seconds
-        self._due: dict[Wait, float] = {}  # the age at the next line, for waits that have had a line
+        self._due: dict[Wait, float] = {}  # the age at the next notice, for waits that have had one
 
     def due(self, clock: Clock, grace_s: float) -> Wait | None:
-        """A wait for which a line has been due for `grace_s`. None if the deadline, which reports the same, comes before the line."""
+        """A wait for which a notice has been due for `grace_s`. None if the deadline, which reports the same, comes before."""
         if not self._seconds or 0 < (Deadline.seconds or 0) <= self._seconds:
             return None
         for wait in self._waits(clock.waits(self._seconds + grace_s)):
@@ -67,7 +67,7 @@ class Notices:
         return None
 
     def told(self, age_s: float) -> None:
-        """Note a line, for all ranks, about a wait of age `age_s`. The next line for this rank's waits is due `age_s` seconds later."""
+        """Note a notice for all ranks about a wait of age `age_s`. The next one for this rank's waits is due after that time again."""
         now = time.monotonic()
         self._due = {wait: now - wait.begun + age_s for wait in self._waits(record.open_operations())}
 

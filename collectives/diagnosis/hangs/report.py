@@ -1,6 +1,6 @@
 """Makes reports of the ranks' answers: which ranks wait, and for which ranks. Uses no MPI and no threads.
 
-monitor.py asks the ranks, prints the report and ends the job.
+monitor.py asks the ranks, prints the report and ends the job. long_wait.py makes the notices.
 
 A `State` is the answer of one rank (a JSON object); None stands for a rank that has not answered. `looks`: what is known about such
 ranks (look.py), by rank. The roster gives the hosts and processes of the ranks.
@@ -47,7 +47,7 @@ def _seen_by_most(reporter: int, late: Waiting, states: Sequence[State | None]) 
 
 def missing_ranks(late: Waiting, states: Sequence[State | None]) -> list[int]:
     """The ranks for which `late` waits: all that take part in it and are not in it."""
-    return [rank for rank in late["awaited"] if not _is_in(late, states[rank])]
+    return [rank for rank in late["awaited"] if not is_in(late, states[rank])]
 
 
 def ranks_to_end(late: Waiting, states: Sequence[State | None]) -> list[int]:
@@ -81,81 +81,28 @@ def ranks_to_end(late: Waiting, states: Sequence[State | None]) -> list[int]:
 
 def _to_come(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
     """The ranks for which `waiting` waits. A rank that has done its part, such as the root of a broadcast, is not to blame."""
-    return _absent(waiting, states) or missing_ranks(waiting, states)
-
-
-def notice(
-    reporter: int, number: int, states: Sequence[State | None], deadline_s: float, roster: Roster = NOBODY
-) -> str:
-    """One line about a wait of rank `reporter`: in its operation `number`, or for its device if there is no such operation.
-
-    The places of that rank and of the ranks for which it waits come first.
-    """
-    mine = states[reporter]
-    assert mine is not None
-    late = _operation(mine, number)
-    missing = set() if late is None else {*_absent(late, states)}
-    gone = set() if late is None else {rank for rank in late["awaited"] if not _is_in(late, states[rank])} - missing
-    groups = _groups(states, "" if late is None else late["key"])
-    apart = missing or gone
-    order = sorted(groups.items(), key=lambda group: (reporter not in group[1], apart.isdisjoint(group[1]), group[1]))
-    parts = [_place(words, ranks, states, roster) + _waiting_for(ranks, states) for words, ranks in order[:_NUM_PLACES]]
-    if rest := [rank for _, ranks in order[_NUM_PLACES:] for rank in ranks]:
-        parts.append(f"{len(rest)} rank{'s' * (len(rest) > 1)} elsewhere")
-    if late is None:
-        parts.append("perhaps not all ranks have called this operation, or with another size, or in another order")
-    elif not apart:
-        parts.append("no rank is missing: the operation is slow, or stuck in the MPI library")
-    elif not missing:
-        parts.append(
-            f"{shown_ranks(sorted(gone))} called an operation with that number and left it: perhaps a different operation, as with "
-            "async_op, or this operation is slow"
-        )
-    elsewhere = any(state["waiting"] for rank in apart if (state := states[rank]))
-    return _noticed(reporter, mine, late, [*parts, *_hints(elsewhere)], deadline_s)
-
-
-def lone_notice(reporter: int, number: int, mine: State, deadline_s: float) -> str:
-    """The `notice` of a rank that cannot ask the other ranks."""
-    late = _operation(mine, number)
-    parts = [_place(_described(mine, ""), [reporter], {reporter: mine})]
-    parts.append("the other ranks cannot be asked, since MPI has started without MPI_THREAD_MULTIPLE")
-    return _noticed(reporter, mine, late, parts, deadline_s)
-
-
-def _operation(state: State, number: int) -> Waiting | None:
-    """The operation with this number in which a rank waits, or None."""
-    return next((each for each in state["waiting"] if each["number"] == number), None)
-
-
-def _noticed(reporter: int, mine: State, late: Waiting | None, parts: Sequence[str], deadline_s: float) -> str:
-    age_s = mine["device_age"] if late is None else late["age"]
-    end = f"at {deadline_s:g} s the job ends (MPITRAIN_DEADLINE_S)" if deadline_s else "there is no deadline"
-    return " | ".join([f"notice: rank {reporter} has waited {age_s:.0f} s", *parts, end])
-
-
-_NUM_PLACES = 8  # in a notice, which is one line
+    return absent(waiting, states) or missing_ranks(waiting, states)
 
 
 def _places(
     states: Sequence[State | None], key: str, roster: Roster, looks: Mapping[int, str] = MappingProxyType({})
 ) -> list[str]:
     """The places of the ranks, with one line for ranks in the same place. `key`: the communicator of the report."""
-    return [f"  {_place(words, ranks, states, roster)}" for words, ranks in _groups(states, key, looks).items()]
+    return [f"  {place(words, ranks, states, roster)}" for words, ranks in groups(states, key, looks).items()]
 
 
-def _groups(
+def groups(
     states: Sequence[State | None], key: str, looks: Mapping[int, str] = MappingProxyType({})
 ) -> dict[str, list[int]]:
     """The ranks by the description of their places."""
-    groups: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for rank, state in enumerate(states):
         look = f"; {looks[rank]}" if state is None and looks.get(rank) else ""
-        groups.setdefault(_described(state, key) + look, []).append(rank)
-    return groups
+        found.setdefault(described(state, key) + look, []).append(rank)
+    return found
 
 
-def _place(
+def place(
     words: str, ranks: Sequence[int], states: Sequence[State | None] | Mapping[int, State], roster: Roster = NOBODY
 ) -> str:
     """A description of ranks in the same place, and of the time that they have been there."""
@@ -166,19 +113,7 @@ def _place(
     return f"{roster.names(ranks)}: {words}{since}"
 
 
-def _waiting_for(ranks: Sequence[int], states: Sequence[State | None]) -> str:
-    """The ranks for which ranks in the same place wait."""
-    operations = {
-        (each["key"], each["counter"], each["call"], each["algorithm"]): each
-        for rank in ranks
-        if (state := states[rank])
-        for each in state["waiting"]
-    }
-    awaited = sorted({rank for each in operations.values() for rank in _absent(each, states)})
-    return f", waiting for {shown_ranks(awaited)}" if awaited else ""
-
-
-def _described(state: State | None, key: str) -> str:
+def described(state: State | None, key: str) -> str:
     """A description of a rank's state, equal for ranks in the same place. `key`: the communicator of the report."""
     if state is None:
         return "no answer yet"
@@ -217,7 +152,7 @@ def _verdict(late: Waiting, states: Sequence[State | None], roster: Roster) -> s
             reasons.setdefault(_ENDED if state["ended"] else _IDLE, []).append(rank)
         elif not any(each["key"] == late["key"] for each in state["waiting"]):
             reasons.setdefault(_ELSEWHERE, []).append(rank)
-        elif not _is_in(late, state):
+        elif not is_in(late, state):
             reasons.setdefault(_OTHERWISE, []).append(rank)
     if not reasons:
         return (
@@ -227,7 +162,7 @@ def _verdict(late: Waiting, states: Sequence[State | None], roster: Roster) -> s
     missing = "missing: " + "; ".join(
         f"{roster.names(ranks)} ({one if len(ranks) == 1 else several})" for (one, several), ranks in reasons.items()
     )
-    return "\n  => ".join([missing, *_hints(_ELSEWHERE in reasons or _OTHERWISE in reasons)])
+    return "\n  => ".join([missing, *hints(_ELSEWHERE in reasons or _OTHERWISE in reasons)])
 
 
 def _is_same(one: Waiting, other: Waiting) -> bool:
@@ -235,29 +170,29 @@ def _is_same(one: Waiting, other: Waiting) -> bool:
     return (one["key"], one["call"], one["algorithm"]) == (other["key"], other["call"], other["algorithm"])
 
 
-def _is_in(waiting: Waiting, state: State | None) -> bool:
+def is_in(waiting: Waiting, state: State | None) -> bool:
     """Whether a rank is in the operation `waiting` of another rank."""
     return state is not None and any(_is_same(each, waiting) for each in state["waiting"])
 
 
-def _absent(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
+def absent(waiting: Waiting, states: Sequence[State | None]) -> list[int]:
     """The ranks for which `waiting` waits, without those that have finished their part of it."""
     key, sequence = waiting["key"], waiting["sequence"]
-    absent: list[int] = []
+    found: list[int] = []
     for rank in waiting["awaited"]:
         state = states[rank]
-        if _is_in(waiting, state):
+        if is_in(waiting, state):
             continue
         if state is not None:
             there = [each for each in state["waiting"] if each["key"] == key]
             unfinished = [*(each["sequence"] for each in there), *state["issued"].get(key, ())]
             if state["counts"].get(waiting["counter"], 0) >= sequence and sequence not in unfinished:
                 continue
-        absent.append(rank)
-    return absent
+        found.append(rank)
+    return found
 
 
-def _hints(apart: bool) -> list[str]:
+def hints(apart: bool) -> list[str]:
     """Advice on how to find the reason of missing ranks. `apart`: whether some of them are in another operation."""
     if not apart or os.environ.get("MPITRAIN_DEBUG", "0") not in ("", "0"):
         return []
@@ -329,7 +264,7 @@ def end_report(
 def error_report(reporter: int, states: Sequence[State | None], roster: Roster = NOBODY) -> str:
     """The places of the other ranks, when an error ends the job on rank `reporter`."""
     lines = [f"the other ranks when {roster.name(reporter)} failed:"]
-    for words, ranks in _groups(states, "").items():
+    for words, ranks in groups(states, "").items():
         if others := [rank for rank in ranks if rank != reporter]:
-            lines.append(f"  {_place(words, others, states, roster)}")
+            lines.append(f"  {place(words, others, states, roster)}")
     return "\n".join(lines)

@@ -28,7 +28,8 @@ def report(result: Result, waited: str, *, reporters: str = r"\d") -> list[str]:
     heads = re.findall(first, result.stderr)
     assert len(heads) == 1, str(result)
     assert result.stderr.count("The job ends.") == 1, str(result)
-    lines = [line.split("] ", 1)[1] for line in result.stderr.splitlines() if line.startswith(f"[rank {heads[0]}]   ")]
+    after = result.stderr.partition("The job ends.")[2]  # a notice has such lines, too
+    lines = [line.split("] ", 1)[1] for line in after.splitlines() if line.startswith(f"[rank {heads[0]}]   ")]
     return [without_names(line) for line in lines]
 
 
@@ -53,10 +54,10 @@ comm.all_reduce({X})
     result = job(
         3, script, MPITRAIN_NOTICE_S="1", MPITRAIN_DEADLINE_S="2.5", MPITRAIN_RECORD_DIR=str(tmp_path / "record")
     )
-    notices = re.findall(r"\[rank (\d)\] notice: (.*)", result.stderr)
+    notices = re.findall(r"\[rank (\d)\] notice: .*\n\[rank \d\] (.*)", result.stderr)
     assert len({rank for rank, _ in notices}) == 1, f"one of those that wait says it\n{result}"
-    assert re.search(
-        r" \| ranks 0, 2: in world .* at <string>:10 in <module>, for \d\.\d s, waiting for rank 1 \| ",
+    assert re.fullmatch(
+        r"  ranks 0, 2: in world .* at <string>:10 in <module>, for \d\.\d s, waiting for rank 1",
         without_names(notices[0][1]),
     ), notices
     lines = report(result, "world (ranks 0-2): #2 all_reduce(4 x float32, op=sum)")
@@ -344,7 +345,10 @@ def test_without_threads_in_mpi_the_job_ends_too(tmp_path: Path) -> None:
         env={"MPITRAIN_DEADLINE_S": "1", "MPITRAIN_NOTICE_S": "0.2", "MPITRAIN_RECORD_DIR": str(tmp_path)},
     )  # fmt: skip
     assert result.returncode == EXIT_CODE, str(result)
-    notice = r"\[rank 0\] notice: rank 0 has waited [01] s \| rank 0: in world .* at <string>:8 in <module>, for .* \| the other ranks "
+    notice = (
+        r"\[rank 0\] notice: rank 0 has waited [01] s; .*\n\[rank 0\]   rank 0: in world .* at <string>:8 in <module>, for .*\n"
+        r"\[rank 0\]   => the other ranks "
+    )
     assert re.search(notice, result.stderr), str(result)
     assert "[rank 0] flight record of rank 0: the deadline of 1 s has passed" in result.stderr, str(result)
     # rank 1 hears of the end by the sockets of the ring
@@ -410,13 +414,43 @@ def test_a_program_s_own_handler_of_sigusr2_stays() -> None:
     assert (result.returncode, result.stdout.count("mine"), result.stderr) == (0, 1, ""), str(result)
 
 
-def test_an_uncaught_exception_shows_the_last_operations(tmp_path: Path) -> None:
-    script = "for _ in range(8):\n    comm.barrier()\nif comm.rank == 1:\n    int('x')\ncomm.barrier()\n"
+ERRORS = {
+    "outside": ("fail()", "LookupError: no row 7", []),
+    "in a thread": (
+        "threading.Timer(0.3, fail).start(); comm.recv(np.ones(1), 0)",
+        "LookupError: no row 7",
+        list("5678"),
+    ),
+    "in an operation": ("comm.broadcast_object(Secret(), 1)", "LookupError: no row 7", list("56789")),
+    "in an argument": ("comm.all_reduce('x')", "TypeError: x is a builtins.str; expected an array", []),
+}
+
+
+@pytest.mark.parametrize("where", extent(["outside", "in a thread"], list(ERRORS)))
+def test_the_message_of_an_error_is_the_rank_s_last_text(where: str, tmp_path: Path) -> None:
+    """The table of operations comes before, and only if the rank was in one: in the error's thread, or in another one."""
+    fails, message, shown = ERRORS[where]
+    script = f"""
+import threading
+def fail():
+    raise LookupError("no row 7")
+class Secret:
+    def __reduce__(self):
+        fail()
+for _ in range(8):
+    comm.barrier()
+if comm.rank == 1:
+    {fails}
+comm.barrier()
+"""
     result = job(2, script, MPITRAIN_RECORD_DIR=str(tmp_path))
     assert result.returncode == 1, str(result)
-    shown = re.findall(r"\[rank 1\].* ended   world \(ranks 0, 1\): #(\d) barrier", result.stderr)
-    assert shown == ["4", "5", "6", "7", "8"], str(result)
-    assert (tmp_path / "rank-1.txt").read_text().startswith("flight record of rank 1: ended by ValueError; ")
+    lines = [line.removeprefix("[rank 1] ") for line in result.stderr.splitlines() if line.startswith("[rank ")]
+    assert re.fullmatch(r"rank 1 on \S+ \(process \d+\) ends by an uncaught \w+", lines[0]), str(result)
+    assert lines[-1].startswith(message), str(result)
+    table = "\n".join(lines[: lines.index("Traceback (most recent call last):")])
+    assert re.findall(r"world \(ranks 0, 1\): #(\d) (?:barrier|broadcast_object)", table) == shown, str(result)
+    assert (tmp_path / "rank-1.txt").read_text().startswith("flight record of rank 1: ended by ")
 
 
 def test_checked_mode_finds_two_communicators_used_in_different_orders() -> None:

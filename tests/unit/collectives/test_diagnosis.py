@@ -1,6 +1,7 @@
 """The flight record, and what the ranks' answers mean. All without MPI."""
 
 import math
+import re
 import sys
 import threading
 import time
@@ -324,6 +325,37 @@ def test_where_a_thread_stands() -> None:
     assert "test_where_a_thread_stands" in stacks.stack(here)
     assert "test_where_a_thread_stands, from " in stacks.standing(here)
     assert stacks.call_site(-1) == "" == stacks.stack(-1)
+
+
+@pytest.mark.parametrize(
+    ("file", "is_library"),
+    [
+        ("/env/lib/python3.12/site-packages/lightning/fit.py", True),
+        ("/usr/lib/python3/dist-packages/trainer.py", True),
+        (re.__file__, True),
+        (record.__file__, True),
+        ("<eval_with_key>.3", True),
+        ("/home/user/trainer/fit.py", False),
+        ("<string>", False),
+    ],
+)
+def test_a_place_in_a_library_has_the_place_in_the_user_s_files_beside_it(file: str, is_library: bool) -> None:
+    """Also for an operation that another thread carries out, and if the library calls itself more often than a report shows."""
+    here, library = threading.get_ident(), dict[str, Any](__name__="trainer.fit")
+    source = "def fit(then, depth=4):\n    return fit(then, depth - 1) if depth else then()\n"
+    exec(compile(source, file, "exec"), library)
+
+    # As if this file's lambdas were of the package, so that the library's frame is the innermost of the program.
+    places = eval(
+        "lambda: (stacks.call_site(here), str(stacks.issued_here()), stacks.standing(here))",
+        {"__name__": "collectives.test", "stacks": stacks, "here": here},
+    )
+    call_site, issued, standing = library["fit"](places)
+    inside, mine = f"{file}:2 in fit", rf"{re.escape(__file__)}:\d+ in test_a_place_in_a_library"
+    for place in (call_site, issued):
+        assert place.startswith(inside)
+        assert bool(re.match(rf"{re.escape(inside)}, from {mine}", place)) is is_library, place
+    assert standing.count("in fit") == 2 and bool(re.search(f", from {mine}", standing)) is is_library, standing
 
 
 def test_what_is_carried_out_later_stands_where_it_was_called() -> None:

@@ -8,7 +8,7 @@ import pytest
 from answers import leave_all, state, waiting
 
 from collectives.diagnosis import record, stacks
-from collectives.diagnosis.hangs import answer, deadline, notice, report
+from collectives.diagnosis.hangs import answer, deadline, long_wait, notice
 from collectives.diagnosis.record import Log
 
 
@@ -120,7 +120,12 @@ def test_what_is_on_a_device_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 # What it says
 
 
-def test_a_notice_is_one_line_that_says_where_all_are_and_for_whom_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+END = "; at 600 s the job ends (MPITRAIN_DEADLINE_S)"
+SLOW = "  => no rank is missing: the operation is slow, or stuck in the MPI library"
+HINT = "  => MPITRAIN_DEBUG=1 finds the first call that differs between the ranks"
+
+
+def test_a_notice_says_where_all_are_and_for_whom_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPITRAIN_DEBUG", raising=False)
     everyone = range(5)
     late = waiting(ranks=everyone, age=30.2, doing="the forward of layers.3", number=9)
@@ -134,35 +139,32 @@ def test_a_notice_is_one_line_that_says_where_all_are_and_for_whom_they_wait(mon
     where = (
         "in A (ranks 0-4): #5 all_reduce, in the forward of layers.3, at a.py:3 in f, for 30.2 s, waiting for rank 2"
     )
-    assert report.notice(1, 9, states, 600.0).split(" | ") == [
-        "notice: rank 1 has waited 30 s",
-        f"ranks 0, 1: {where}",
-        "rank 2: in no operation, main thread at b.py:4 in g; its last operation there: #4 barrier (ended)",
-        "rank 3: in B (ranks 3, 4): #2 barrier, at a.py:3 in f, for 3.0 s, waiting for rank 4",
-        "rank 4: in no operation, in the backward of layers.2, main thread at c.py:5 in h",
-        "at 600 s the job ends (MPITRAIN_DEADLINE_S)",
+    assert long_wait.notice(1, 9, states, 600.0).splitlines() == [
+        f"notice: rank 1 has waited 30 s{END}",
+        f"  ranks 0, 1: {where}",
+        "  rank 2: in no operation, main thread at b.py:4 in g; its last operation there: #4 barrier (ended)",
+        "  rank 3: in B (ranks 3, 4): #2 barrier, at a.py:3 in f, for 3.0 s, waiting for rank 4",
+        "  rank 4: in no operation, in the backward of layers.2, main thread at c.py:5 in h",
     ]
-    line = report.notice(0, 9, [*states[:2], None, *states[3:]], 0.0)
-    assert "rank 2: no answer yet | " in line and line.endswith(" | there is no deadline")
+    lines = long_wait.notice(0, 9, [*states[:2], None, *states[3:]], 0.0).splitlines()
+    assert "  rank 2: no answer yet" in lines and lines[0].endswith("; there is no deadline")
     for issued, is_awaited in ((4, False), (5, True)):  # which it has not done its part of
-        line = report.notice(0, 9, [state(waiting(number=9)), state(counts={"A": 5}, issued={"A": [issued]})], 600.0)
-        assert (", waiting for rank 1" in line) is is_awaited
-    line = report.notice(0, 9, [state(waiting(number=9)), state(waiting())], 600.0)
-    assert (
-        "waiting for" not in line and "no rank is missing: the operation is slow, or stuck in the MPI library" in line
-    )
-    assert report.lone_notice(1, 9, state(late), 600.0).split(" | ")[1:3] == [
-        f"rank 1: {where.removesuffix(', waiting for rank 2')}",
-        "the other ranks cannot be asked, since MPI has started without MPI_THREAD_MULTIPLE",
+        text = long_wait.notice(0, 9, [state(waiting(number=9)), state(counts={"A": 5}, issued={"A": [issued]})], 600.0)
+        assert (", waiting for rank 1" in text) is is_awaited
+    text = long_wait.notice(0, 9, [state(waiting(number=9)), state(waiting())], 600.0)
+    assert "waiting for" not in text and text.splitlines()[-1] == SLOW
+    assert long_wait.lone_notice(1, 9, state(late), 600.0).splitlines()[1:] == [
+        f"  rank 1: {where.removesuffix(', waiting for rank 2')}",
+        "  => the other ranks cannot be asked, since MPI has started without MPI_THREAD_MULTIPLE",
     ]
 
 
 def test_ranks_in_different_calls_of_one_number_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPITRAIN_DEBUG", raising=False)
     states = [state(waiting(number=9, name="reduce_scatter")), state(waiting(name="all_gather"))]
-    line = report.notice(0, 9, states, 600.0)
-    assert " | MPITRAIN_DEBUG=1 finds the first call that differs between the ranks | " in line
-    assert re.findall(r"(rank \d): in A [^|]*, waiting for (rank \d)", line) == [
+    text = long_wait.notice(0, 9, states, 600.0)
+    assert text.splitlines()[-1] == HINT
+    assert re.findall(r"(rank \d): in A .*, waiting for (rank \d)", text) == [
         ("rank 0", "rank 1"),
         ("rank 1", "rank 0"),
     ]
@@ -174,31 +176,35 @@ def test_a_rank_that_called_an_operation_of_that_number_and_waits_elsewhere_is_t
     """It passed a barrier with async_op, where the reporter has called one without: neither can go on."""
     monkeypatch.delenv("MPITRAIN_DEBUG", raising=False)
     states = [state(waiting(number=9, name="barrier")), state(waiting("B", 3), counts={"A": 5})]
-    line = report.notice(0, 9, states, 600.0)
-    assert "rank 1: in B (ranks 0, 1): #3 all_reduce, at a.py:3 in f, for 3.0 s, waiting for rank 0 | " in line
-    assert (
-        " | rank 1 called an operation with that number and left it: perhaps a different operation, as with async_op, or"
-        in line
-    )
-    assert "no rank is missing" not in line and " | MPITRAIN_DEBUG=1 finds the first call" in line
+    lines = long_wait.notice(0, 9, states, 600.0).splitlines()
+    assert "  rank 1: in B (ranks 0, 1): #3 all_reduce, at a.py:3 in f, for 3.0 s, waiting for rank 0" in lines
+    told = "  => rank 1 called an operation with that number and left it: perhaps a different operation, as with async_op, or"
+    assert lines[-2].startswith(told) and lines[-1] == HINT
 
 
-def test_a_notice_of_many_places_names_those_that_matter() -> None:
-    everyone = range(40)
-    late = waiting(ranks=everyone, number=9)
-    others = [state(waiting(ranks=everyone, site=f"x.py:{line} in f"), counts={"A": 5}) for line in range(38)]
-    line = report.notice(39, 9, [*others, state(counts={"A": 4}), state(late)], 600.0)
-    parts = line.split(" | ")
-    assert (parts[1].split(":")[0], parts[2].split(":")[0]) == ("rank 39", "rank 38")
-    assert "32 ranks elsewhere" in parts and len(parts) == 1 + 8 + 1 + 1
+@pytest.mark.parametrize("num_places", [2, 19, 20, 40])
+def test_a_notice_of_many_ranks_has_a_line_for_each_place_and_twenty_lines_at_most(num_places: int) -> None:
+    """All wait for rank 62, at `num_places - 1` lines of the program; rank 63 tells it."""
+    everyone = range(64)
+    states = [
+        state(waiting(ranks=everyone, number=9, site=f"x.py:{rank % (num_places - 1)} in f")) for rank in everyone
+    ]
+    states[62] = state(counts={"A": 4})
+    lines = long_wait.notice(63, 9, states, 600.0).splitlines()
+    assert lines[0] == f"notice: rank 63 has waited 3 s{END}"
+    assert "63" in lines[1].split(":")[0] and lines[2].startswith("  rank 62: in no operation, ")
+    if num_places <= 19:
+        assert len(lines) == 1 + num_places
+    else:
+        assert len(lines) == 20
+        assert re.fullmatch(rf"  \d+ ranks? in {num_places - 18} other places", lines[-1]), lines[-1]
 
 
 def test_a_notice_of_what_is_on_a_device() -> None:
     states = [state(device="NCCL's all_reduce", device_age=31.0), state()]
-    assert report.notice(0, -5, states, 600.0).split(" | ") == [
-        "notice: rank 0 has waited 31 s",
-        "rank 0: in no operation, main thread at b.py:4 in g; on its device NCCL's all_reduce, which has not ended, for 31.0 s",
-        "rank 1: in no operation, main thread at b.py:4 in g",
-        "perhaps not all ranks have called this operation, or with another size, or in another order",
-        "at 600 s the job ends (MPITRAIN_DEADLINE_S)",
+    assert long_wait.notice(0, -5, states, 600.0).splitlines() == [
+        f"notice: rank 0 has waited 31 s{END}",
+        "  rank 0: in no operation, main thread at b.py:4 in g; on its device NCCL's all_reduce, which has not ended, for 31.0 s",
+        "  rank 1: in no operation, main thread at b.py:4 in g",
+        "  => perhaps not all ranks have called this operation, or with another size, or in another order",
     ]
