@@ -5,22 +5,30 @@ same on all ranks.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 import ckpt
+from ckpt.convert.formats.safetensors import some
+from ckpt.ranks import Solo
 from collectives import Communicator
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.held import Held
+from mpitrain.weights.plain_values import decoded, encoded, small_tensor
 from mpitrain.weights.saved import StoredTensor, There
+from mpitrain.weights.saved_groups import SavedGroups
 
 
 class SavedOptimizer:
     """The state of `optimizer`. `names`: of its parameters. `copies`: of local steps, in which each copy has its own; or None.
 
-    `stages`: the ranks of the pipeline, or None. `hyperparameters`: whether a load also takes the settings, such as lr.
+    `stages`: the ranks of the pipeline, or None. `hyperparameters`: whether a load also takes the settings, such as lr. `strict`: a
+    load is for exactly the parameters of the checkpoint; else those that the checkpoint does not have keep their state.
+
+    After a load the optimizer is as the one that was saved: state that was not there is gone.
     """
 
     def __init__(
@@ -32,9 +40,15 @@ class SavedOptimizer:
         copies: SavedCopies | None,
         stages: Communicator | None,
         hyperparameters: bool = True,
+        strict: bool = True,
     ) -> None:
         self._model, self._optimizer, self._names, self._copies = model, optimizer, names, copies
-        self._stages, self._takes_settings = stages, hyperparameters
+        self._stages = stages if stages is not None and stages.size > 1 else None
+        self._takes_settings, self._strict = hyperparameters, strict
+        self._groups = SavedGroups(optimizer, names, stages, strict=strict)
+        self._every_name = list(names.values())  # of all stages
+        if self._stages is not None:
+            self._every_name = list(chain(*self._stages.all_gather_object(self._every_name)))
         self._loaded: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
 
     def tensors(self) -> dict[str, Any]:
@@ -42,21 +56,49 @@ class SavedOptimizer:
         return {
             f"optimizer/{key}/{name}": held(value, param)
             for param, name in self._names.items()
-            for key, value in self._optimizer.state.get(param, {}).items()
-            if isinstance(value, torch.Tensor)
+            for key, value in self._tensors_of(param).items()
         }
 
     def meta(self) -> dict[str, Any]:
-        """Collective if the model is a pipeline: numbers in the state of a parameter are known to its stage alone."""
-        numbers: dict[str, dict[str, Any]] = {}
-        for param, name in self._names.items():
-            its = self._optimizer.state.get(param, {})
-            if its and (plain := {key: value for key, value in its.items() if not isinstance(value, torch.Tensor)}):
-                numbers[name] = plain
-        if self._stages is not None and self._stages.size > 1:
+        """Collective if the model is a pipeline: numbers in the state of a parameter are known to its stage alone.
+
+        TypeError for a value that a checkpoint cannot keep.
+        """
+        with (Solo() if self._stages is None else self._stages).together("mpitrain.save"):
+            settings = self._groups.settings()
+            numbers = {name: its for param, name in self._names.items() if (its := self._numbers_of(param, name))}
+            others = [
+                [encoded(key, "a key of the optimizer's state"), encoded(value, f"{key!r} of the optimizer's state")]
+                for key, value in self._optimizer.state.items()
+                if not isinstance(key, torch.Tensor)
+            ]
+            _check_whole(self._optimizer)
+        if self._stages is not None:
             numbers = {name: its for theirs in self._stages.all_gather_object(numbers) for name, its in theirs.items()}
-        kind, groups = type(self._optimizer).__name__, _hyperparameters(self._optimizer)
-        return {"optimizer": {"kind": kind, "groups": groups, "state": numbers}}
+        found = {"kind": type(self._optimizer).__name__, **self._groups.meta(settings), "state": numbers}
+        return {"optimizer": {**found, "others": others} if others else found}
+
+    def _tensors_of(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The tensors in the state of a parameter by key. Those in a list or a dict have the keys KEY[0], KEY[1], ..."""
+        found: dict[str, torch.Tensor] = {}
+        for key, value in self._optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[key] = value
+            elif isinstance(value, list | tuple | dict):
+                encoded(value, f"{key!r} of the optimizer's state of {self._names[param]}", _Numbered(key, found))
+        return found
+
+    def _numbers_of(self, param: nn.Parameter, name: str) -> dict[str, Any]:
+        """What the state of a parameter has beside tensors, as JSON."""
+        found: dict[str, Any] = {}
+        for key, value in self._optimizer.state.get(param, {}).items():
+            if not isinstance(key, str) or "/" in key:
+                raise TypeError(
+                    f"the optimizer's state of {name} has the key {key!r}; a checkpoint keeps only text without '/' as keys"
+                )
+            if not isinstance(value, torch.Tensor):
+                found[key] = encoded(value, f"{key!r} of the optimizer's state of {name}", _Numbered(key, {}))
+        return found
 
     def _check(self, there: There) -> None:
         """CheckpointError if the checkpoint has no optimizer or, if settings are loaded, one of another class or with other groups."""
@@ -64,17 +106,13 @@ class SavedOptimizer:
         if saved is None:
             raise ckpt.CheckpointError(f"{path} was saved without an optimizer; load it without one")
         saved_kind, kind = saved.get("kind"), type(self._optimizer).__name__  # older checkpoints do not name it
-        num_saved, num_groups = len(saved["groups"]), len(self._optimizer.param_groups)
         if self._takes_settings and saved_kind not in (None, kind):
             raise ckpt.CheckpointError(
                 f"{path}: the optimizer is {saved_kind} there, {kind} here; make the same, load without one, "
                 "or pass hyperparameters=False to load only the state"
             )
-        if self._takes_settings and num_saved != num_groups:
-            raise ckpt.CheckpointError(
-                f"{path}: the optimizer has {num_saved} parameter groups there, {num_groups} here; "
-                "make the same groups, or pass hyperparameters=False to keep the settings of those here"
-            )
+        if self._takes_settings:
+            self._groups.begin(there, self._every_name)
 
     def room(self, there: There) -> dict[str, Any]:
         self._check(there)
@@ -84,7 +122,9 @@ class SavedOptimizer:
         for param, name in self._names.items():
             for key, tensor, has_rows in stored.get(name, ()):
                 shape = param.shape if has_rows else tensor.shape
-                value = torch.zeros(shape, dtype=getattr(torch, tensor.dtype))
+                # In the dtype of the save; but in that of the parameter if it was so there, and `cast` changes it.
+                follows = has_rows and tensor.dtype == there.tensors[f"model/{name}"].dtype
+                value = torch.zeros(shape, dtype=param.dtype if follows else getattr(torch, tensor.dtype))
                 self._loaded.setdefault(param, {})[key] = value
                 found[f"optimizer/{key}/{name}"] = held(value, param)
                 if self._copies is not None:
@@ -92,20 +132,69 @@ class SavedOptimizer:
         return found
 
     def loaded(self, there: There) -> None:
-        saved = there.meta["optimizer"]
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                numbers = saved["state"].get(self._names[param], {})
-                if param in self._loaded or numbers:
-                    # Adam's step stays on the host unless the whole step runs on the device.
-                    all_there = group.get("fused") or group.get("capturable")
-                    tensors_of = self._loaded.get(param, {}).items()
-                    moved = {k: v.to(param.device) if v.ndim or all_there else v for k, v in tensors_of}
-                    self._optimizer.state[param] = {**moved, **numbers}
+        optimizer, saved = self._optimizer, there.meta["optimizer"]
         if self._takes_settings:
-            for group, values in zip(self._optimizer.param_groups, saved["groups"], strict=True):
-                # JSON has no tuples.
-                group.update({key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+            self._groups.take()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = self._names.get(param)
+                if name is None or not (self._strict or f"model/{name}" in there.tensors):
+                    continue
+                if state := self._state_of(param, group, saved["state"].get(name, {})):
+                    optimizer.state[param] = state
+                else:
+                    optimizer.state.pop(param, None)
+        self._take_others(saved)
+        if "state" in vars(optimizer):  # a wrapper has it from another optimizer
+            # as torch's load_state_dict does: settings that a later version of torch has get their defaults
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+    def _state_of(self, param: nn.Parameter, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a parameter from what `room` has got, on the devices that torch's load_state_dict chooses."""
+        # Adam's step stays on the host unless the whole step runs on the device.
+        all_there = group.get("fused") or group.get("capturable")
+        tensors = {
+            key: value if key == "step" and not all_there else value.to(param.device)
+            for key, value in self._loaded.pop(param, {}).items()
+        }
+        its = {key: decoded(value, lambda each: tensors.pop(each["value"])) for key, value in numbers.items()}
+        return {**tensors, **its}
+
+    def _take_others(self, saved: Mapping[str, Any]) -> None:
+        """Take over what the state has for no parameter."""
+        state = self._optimizer.state
+        device = next(iter(self._names), torch.empty(0)).device
+        if self._strict and "names" in saved:  # older versions did not save it
+            for key in [key for key in state if not isinstance(key, torch.Tensor)]:
+                del state[key]
+        for key, value in saved.get("others", ()):
+            state[decoded(key, lambda each: small_tensor(each, device))] = decoded(
+                value, lambda each: small_tensor(each, device)
+            )
+
+
+class _Numbered:
+    """Keeps the tensors of one value of a state beside it, in `found`."""
+
+    def __init__(self, key: str, found: dict[str, torch.Tensor]) -> None:
+        self._key, self._found, self._num = key, found, 0
+
+    def __call__(self, tensor: torch.Tensor) -> dict[str, Any]:
+        key = f"{self._key}[{self._num}]"
+        self._num += 1
+        self._found[key] = tensor
+        return {"type": "stored", "value": key}
+
+
+def _check_whole(optimizer: torch.optim.Optimizer) -> None:
+    """TypeError if the optimizer has more state than torch's optimizers have."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return
+    if more := [str(key) for key in optimizer.state_dict() if key not in ("state", "param_groups")]:
+        raise TypeError(
+            f"the state_dict() of {type(optimizer).__name__} has {some(more)}, which a checkpoint does not keep; expected 'state' "
+            "and 'param_groups': keep these values in one of them, or save the model without the optimizer"
+        )
 
 
 def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
@@ -136,15 +225,3 @@ def _stored(there: There) -> dict[str, list[tuple[str, StoredTensor, bool]]]:
         has_rows = tensor.shape == of_param and (bool(tensor.shape) or key not in numbers)
         found.setdefault(name, []).append((key, tensor, has_rows))
     return found
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    plain = (bool, int, float, str, type(None))
-    return [
-        {
-            key: value
-            for key, value in group.items()
-            if isinstance(value, plain) or (isinstance(value, tuple) and all(isinstance(v, plain) for v in value))
-        }
-        for group in optimizer.param_groups
-    ]

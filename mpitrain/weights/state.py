@@ -105,8 +105,8 @@ def collect(
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     everything, described = dict(tensors or {}), dict(meta or {})
     for kind in _kinds(model, optimizer, ema, stages):
+        described |= kind.meta()  # first: it raises errors on all ranks
         everything |= kind.tensors()
-        described |= kind.meta()
     if stages is not None and comm is not None and stages.size > 1:
         everything = with_other_stages(everything, stages, comm)
     return Collected(_on_host(everything), described, comm)
@@ -128,11 +128,14 @@ def load(
 ) -> dict[str, Any]:
     """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks; returns its meta. Collective.
 
+    Model and optimizer are then as those that were saved: state of the optimizer that the checkpoint does not have is removed.
+
     `path`: the checkpoint, or another Source, which has no `copies`.
     `ema`: an `EMA` to fill. `tensors`: further tensors to fill, in the form of `ckpt.load`. `hyperparameters`: also load the settings
-    of the optimizer (such as lr), which must be of the same kind. `comm`: see `save`. It must have all tensors of the model,
-    of `ema`, of `tensors` and, if one is given, of the optimizer; other tensors in it are ignored. `strict=False`: tensors that it
-    lacks, such as a new head, keep their values. `cast`, `verify`, `copies`: see `ckpt.load`.
+    of the optimizer's groups (such as lr); the optimizer must be of the same kind, with the same parameters in each group, in any
+    order. `comm`: see `save`. It must have all tensors of the model, of `ema`, of `tensors` and, if one is given, of the optimizer;
+    other tensors in it are ignored. `strict=False`: parameters that it lacks, such as a new head, keep their values, their state in the
+    optimizer, and the settings of their group if no other parameter of the group is there. `cast`, `verify`, `copies`: see `ckpt.load`.
 
     The state of `compress_gradients` and of `DiLoCo` belongs to the model: with local steps each copy of the model gets its own. From a
     checkpoint without such a state both begin with step 0, and all copies are the same.
@@ -145,7 +148,7 @@ def load(
     def read(wanted: Mapping[str, Any], **more: Any) -> None:
         source.load(wanted, comm=comm, verify=verify, **more)
 
-    kinds = _kinds(model, optimizer, ema, stages, hyperparameters=hyperparameters, read=read)
+    kinds = _kinds(model, optimizer, ema, stages, hyperparameters=hyperparameters, strict=strict, read=read)
     there = on_rank0(ranks, lambda: look(str(source), source.entries()), doing)
     if (diloco := diloco_of(model)) is not None:
         diloco.load_state_dict(
@@ -178,18 +181,19 @@ def _kinds(
     stages: Communicator | None,
     *,
     hyperparameters: bool = True,
+    strict: bool = True,
     read: Read | None = None,
 ) -> list[Saved]:
-    """The kinds of state here. `read`: for a load. Collective if the model has compression and is cut by tensor parallelism."""
+    """The kinds of state here. `read`: for a load. Collective if the model is a pipeline, or has compression and is cut by tensor
+    parallelism."""
     names = {} if optimizer is None else names_of(model, optimizer)
     kinds: list[Saved] = [SavedModel(model, ema)]
     copies = None
     if (diloco := diloco_of(model)) is not None:
         kinds.append(copies := SavedCopies(model, diloco, optimizer, names))
     if optimizer is not None:
-        kinds.append(
-            SavedOptimizer(model, optimizer, names, copies=copies, stages=stages, hyperparameters=hyperparameters)
-        )
+        options = {"hyperparameters": hyperparameters, "strict": strict}
+        kinds.append(SavedOptimizer(model, optimizer, names, copies=copies, stages=stages, **options))
     if (compression := compression_of(model)) is not None:
         kinds.append(SavedCompression(compression, stages, read))
     return kinds

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ import ckpt
 import mpitrain
 from collectives import Communicator, Table
 from collectives.selection.table import TableEntry
+from mpitrain.elastic.copies.restoring import find_state
+from mpitrain.elastic.copies.taking import Copies
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
+from mpitrain.weights import state as weights
 
 
 class Everything(nn.Module):
@@ -325,8 +329,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(comm, shared_tm
     with pytest.raises(ckpt.CheckpointError, match="the optimizer is SGD there, AdamW here; make the same"):
         mpitrain.load(shared_tmp / "one-group", other, adamw(other))
     mpitrain.save(shared_tmp / "two-groups", model, adamw(model))
-    with pytest.raises(ckpt.CheckpointError, match="2 parameter groups there, 1 here"):
+    trained = [param for param in other.parameters() if param.requires_grad]
+    with pytest.raises(ckpt.CheckpointError, match="are in one parameter group here, in 2 there; make the same groups"):
+        mpitrain.load(shared_tmp / "two-groups", other, torch.optim.AdamW(trained))
+    with pytest.raises(
+        ckpt.CheckpointError, match=r"the optimizer there does not have frozen.weight, frozen.bias; make"
+    ):
         mpitrain.load(shared_tmp / "two-groups", other, torch.optim.AdamW(other.parameters()))
+    with pytest.raises(
+        ckpt.CheckpointError, match=r"the optimizer here does not have embedding.weight, .* the one there has"
+    ):
+        mpitrain.load(shared_tmp / "two-groups", other, torch.optim.AdamW(other.unused.parameters()))
     with pytest.raises(ckpt.CheckpointError, match="does not exist"):
         mpitrain.load(shared_tmp / "nowhere", other, adamw(other))
     with pytest.raises(ckpt.CheckpointError, match=r"model/weight"):
@@ -342,6 +355,56 @@ def test_an_optimizer_that_has_not_stepped_yet(comm, shared_tmp: Path) -> None:
     mpitrain.load(shared_tmp / "saved", other, its_optimizer)
     assert its_optimizer.state_dict()["state"] == {}
     assert_alike(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.ranks(2)
+def test_settings_and_state_are_those_of_the_save(comm, shared_tmp: Path) -> None:
+    """A learning rate that is a tensor, groups in another order, and a way back to before the first step, from two kinds of sources."""
+
+    def made(model: nn.Module, order: int) -> torch.optim.Optimizer:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        groups = [
+            {"params": [param for param in trained if param is model.one or param is model.scale], "weight_decay": 0.3},
+            {"params": [param for param in trained if param is not model.one and param is not model.scale]},
+        ]
+        for group in groups:
+            group["plan"] = {"warmup": [order]}
+        return mpitrain.optim.AdamW(groups[::order], lr=torch.tensor(0.1 * abs(order)))
+
+    def described(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        names = {param: name for name, param in model.named_parameters()}
+        settings = {
+            names[param]: {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        return copy.deepcopy((settings, {names[param]: its for param, its in optimizer.state.items()}))
+
+    run = comm.broadcast_object(f"test{uuid4().hex[:8]}")
+    model = sharded(0, comm)
+    optimizer = made(model, 1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    copies = Copies(comm, run, 1)
+    for number in range(2):
+        for _ in range(number):
+            step(model, optimizer, 0)
+            scheduler.step()
+        mpitrain.save(shared_tmp / f"{number}", model, optimizer)
+        collected = weights.collect(model, optimizer)
+        copies.take(number, collected.tensors, collected.meta)
+        expected = described(model, optimizer)
+        for _ in range(2 - number):
+            step(model, optimizer, 7)
+            scheduler.step()
+        found = find_state(comm, run)
+        for source in (shared_tmp / f"{number}", found):
+            for target, its in ((model, optimizer), ((other := sharded(1, comm)), made(other, -1))):
+                step(target, its, 8)
+                mpitrain.load(source, target, its)
+                assert_alike(described(target, its), expected)
+    comm.barrier()
+    copies.close(remove=True)
+    comm.barrier()
 
 
 def test_tensors_of_ones_own_travel_along(comm, shared_tmp: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.models import LanguageModel
@@ -85,6 +86,41 @@ def test_a_checkpoint_goes_on_in_another_layout(
     for name, value in plain.state_dict().items() if comm.rank == 0 else ():
         torch.testing.assert_close(whole.pop(name), value, rtol=0, atol=2e-5)
     assert not whole
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("to", [(1, 0, ""), (2, 3, "zb-v")])
+def test_each_stage_finds_its_settings(comm: Communicator, shared_tmp: Path, to: tuple[int, int, str]) -> None:
+    """The stages have other groups, with other settings, in another order than the model that takes them over."""
+
+    def rate(name: str) -> float:
+        return 0.5 if "norm" in name else 0.25 if "head" in name or "embed" in name else 0.125
+
+    def optimizer_of(model: LanguageModel, order: int, factor: float) -> torch.optim.Optimizer:
+        of_rates: dict[float, list[nn.Parameter]] = {}
+        for name, param in model.named_parameters():
+            of_rates.setdefault(rate(name), []).append(param)
+        groups = [{"params": its, "lr": torch.tensor(lr * factor)} for lr, its in sorted(of_rates.items())]
+        return mpitrain.optim.AdamW(groups[::order])
+
+    first, second = counted(), counted()
+    pipe = in_layout(comm, first, (2, 3, "1f1b"))
+    optimizer = optimizer_of(first, 1, 1)
+    step(comm, first, pipe, 0)
+    optimizer.step()
+    mpitrain.save(shared_tmp / "state", first, optimizer)
+    in_layout(comm, second, to)
+    its_optimizer = optimizer_of(second, -1, 3)
+    mpitrain.load(shared_tmp / "state", second, its_optimizer)
+    names = {param: name for name, param in second.named_parameters()}
+    for group in its_optimizer.param_groups:
+        assert {rate(names[param]) for param in group["params"]} == {group["lr"].item()}
+    lacking = mpitrain.optim.AdamW(its_optimizer.param_groups[-1]["params"], lr=torch.tensor(0.1))
+    with pytest.raises(ckpt.CheckpointError, match=r"the optimizer here does not have .* which the one there has"):
+        mpitrain.load(shared_tmp / "state", second, lacking)
+    optimizer.param_groups[0]["rule"] = print if comm.rank else None
+    with pytest.raises(TypeError, match="'rule' of the optimizer's group 0 is a builtin_function"):
+        mpitrain.save(shared_tmp / "other", first, optimizer)
 
 
 @pytest.mark.ranks(2, 4)

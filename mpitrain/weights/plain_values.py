@@ -1,0 +1,119 @@
+"""Values of an optimizer's groups and state as JSON, and back: exactly the same values, or an error.
+
+None, bool, int, float and text are as in JSON, and a list of JSON is a tuple. Everything else is an object with its type:
+
+    {"type": "list", "value": [...]}                  {"type": "dict", "value": [[key, value], ...]}
+    {"type": "float", "value": "inf"}                 {"type": "int", "value": "99999999999999999999"}
+    {"type": "complex", "value": [real, imaginary]}   {"type": "torch.dtype", "value": "bfloat16"}
+    {"type": "numpy", "dtype": "float32", "shape": null, "value": [0.25]}    "shape": null for a NumPy scalar
+    {"type": "tensor", "dtype": "float32", "shape": [], "device": "cpu", "value": [0.001]}
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+_MAX_ELEMENTS = 4096
+"""Of an array or a tensor as JSON. Larger ones would make the meta of a checkpoint long."""
+
+_INT64 = 1 << 63
+_KEPT = "None, numbers, text, tuples, lists, dicts, dtypes, NumPy arrays and tensors"
+
+
+def encoded(value: Any, where: str, keep: Callable[[torch.Tensor], dict[str, Any]] | None = None) -> Any:
+    """`value` as JSON. TypeError that names `where` if it, or something in it, cannot come back the same.
+
+    `keep(tensor)`: stores a tensor elsewhere, and returns the object that stands for it; None: tensors are small, and are in the JSON.
+    """
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value, where) if keep is None else keep(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _of_numpy(value, where)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if -_INT64 <= value < _INT64 else {"type": "int", "value": str(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"type": "float", "value": repr(float(value))}
+    if isinstance(value, complex):
+        return {"type": "complex", "value": [encoded(part, where) for part in (value.real, value.imag)]}
+    if isinstance(value, torch.dtype):
+        return {"type": "torch.dtype", "value": str(value).removeprefix("torch.")}
+    if type(value) is tuple:
+        return [encoded(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]
+    if type(value) is list:
+        return {"type": "list", "value": [encoded(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]}
+    if type(value) is dict:
+        items = [[encoded(key, where), encoded(item, f"{where}[{key!r}]", keep)] for key, item in value.items()]
+        return {"type": "dict", "value": items}
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep; expected {_KEPT}: change it, or keep it outside "
+        "of the optimizer"
+    )
+
+
+def decoded(value: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
+    """The value of `encoded`. `tensor`: makes the tensor of an object that is none of those above but "tensor", or stands for one."""
+    if isinstance(value, list | tuple):
+        return tuple(decoded(item, tensor) for item in value)
+    if not isinstance(value, dict):
+        return value
+    kind, content = value["type"], value.get("value")
+    if kind == "list":
+        return [decoded(item, tensor) for item in content]
+    if kind == "dict":
+        return {decoded(key, tensor): decoded(item, tensor) for key, item in content}
+    if kind in ("int", "float"):
+        return {"int": int, "float": float}[kind](content)
+    if kind == "complex":
+        return complex(*decoded(content, tensor))
+    if kind == "torch.dtype":
+        return getattr(torch, content)
+    if kind == "numpy":
+        flat = np.array(decoded(content, tensor), value["dtype"])
+        return flat[0] if value["shape"] is None else flat.reshape(value["shape"])
+    return tensor(value)
+
+
+def small_tensor(value: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """The tensor of {"type": "tensor"}: in host memory if it was there, else on `device`."""
+    flat = torch.tensor(decoded(value["value"], _no_tensor), dtype=getattr(torch, value["dtype"]))
+    made = flat.reshape(value["shape"]).to("cpu" if value["device"] == "cpu" else device)
+    return made.requires_grad_(value.get("requires_grad", False))
+
+
+def _no_tensor(value: dict[str, Any]) -> torch.Tensor:
+    raise ValueError(f"{value} is of an unknown type")
+
+
+def _of_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
+    _check_size(value.numel(), tuple(value.shape), where)
+    flat = value.detach().cpu().reshape(-1)
+    found = {
+        "type": "tensor",
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "device": value.device.type,
+        "value": [encoded(item, where) for item in flat.tolist()],
+    }
+    return {**found, "requires_grad": True} if value.requires_grad else found
+
+
+def _of_numpy(value: Any, where: str) -> dict[str, Any]:
+    _check_size(value.size, value.shape, where)
+    if value.dtype.kind not in "biufc" or value.dtype.itemsize > (16 if value.dtype.kind == "c" else 8):
+        raise TypeError(f"{where} has NumPy's dtype {value.dtype}, which a checkpoint cannot keep; expected numbers")
+    shape = list(value.shape) if isinstance(value, np.ndarray) else None
+    items = [encoded(item, where) for item in np.asarray(value).reshape(-1).tolist()]
+    return {"type": "numpy", "dtype": value.dtype.name, "shape": shape, "value": items}
+
+
+def _check_size(num: int, shape: tuple[int, ...], where: str) -> None:
+    if num > _MAX_ELEMENTS:
+        raise TypeError(
+            f"{where} has shape {shape}, and a checkpoint keeps at most {_MAX_ELEMENTS} elements there; save it with tensors= of "
+            "mpitrain.save, outside of the optimizer"
+        )
