@@ -12,7 +12,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.mesh import Mesh
 from collectives.communicator.start import world
 from collectives.diagnosis import leave_together, on_all_ranks, set_deadline, set_failure_file, set_record_folder
-from collectives.launcher import is_live_terminal, launched_rank
+from collectives.launcher import environment_of_program, is_live_terminal, launched_rank
 from collectives.progress.work import Work
 from collectives.selection.table import Table
 from collectives.transports.runs import Runs
@@ -27,6 +27,7 @@ __all__ = [
     "Runs",
     "Table",
     "Work",
+    "environment_of_program",
     "is_live_terminal",
     "launched_rank",
     "leave_together",

@@ -2,8 +2,10 @@
 
 import os
 import shlex
+import stat
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from collectives.processes import stat_fields
@@ -30,15 +32,72 @@ _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _TORCH_VARIABLES = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")).keys()
 _SHOWN_CHARACTERS = 200
 
+# Variables in which launchers name the job. MPICH's names none, but has a socket to each rank.
+_JOB_VARIABLES = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID", "PMI_PORT")
+_SOCKET_VARIABLE = "PMI_FD"
+
+_MARK = "MPITRAIN_RANK_PROCESS"
+"""The variable in which a rank leaves its process and job: what it starts is no rank."""
+
 
 def environment_of_program() -> dict[str, str]:
-    """The environment for a program that is no rank: this process's, without what its launcher has set for it."""
+    """The environment for a program that a rank starts, such as `subprocess.run(..., env=collectives.environment_of_program())`.
+
+    It is this process's, without what its launcher has set for it. So the program is no rank, and may be a job of one rank.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
 
 
 def launched_rank() -> int:
-    """This process's rank from its launcher's variables, without starting MPI; -1 without a launcher."""
+    """This process's rank from its launcher's variables, without starting MPI; -1 without a launcher, and in the child of a rank."""
+    if _parent_rank():
+        return -1
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), -1)
+
+
+def leave_mark() -> None:
+    """Note in the environment, which children inherit, that this process is a rank."""
+    name, socket = _job()
+    if name or socket:
+        os.environ[_MARK] = f"{os.getpid()} {socket or '-'} {name}"
+
+
+def check_no_child() -> None:
+    """RuntimeError in a program that a rank has started: it has the launcher's variables, so MPI would take it for the rank.
+
+    A program that starts a rank is not meant, nor one that a launcher within a rank has started, which is a rank of another job.
+    """
+    if parent := _parent_rank():
+        raise RuntimeError(
+            f"this program (process {os.getpid()}) was started by a rank (process {parent}), and MPI would take it for that rank, and "
+            "end the job; expected collectives.world() in ranks alone. To run the program as a job of one rank, start it with "
+            "env=collectives.environment_of_program()"
+        )
+
+
+def _parent_rank() -> int:
+    """The process of the rank that has started this process; 0 if none has, or this process is a rank of another job."""
+    try:
+        process, socket, name = os.environ[_MARK].split(" ", 2)
+        parent = int(process)
+    except (KeyError, ValueError):
+        return 0
+    name_here, socket_here = _job()
+    if parent == os.getpid() or name != name_here or (not name and _SOCKET_VARIABLE not in os.environ):
+        return 0
+    return (
+        parent if socket_here in ("", socket) else 0
+    )  # children do not inherit the socket, and another launcher makes a new one
+
+
+def _job() -> tuple[str, str]:
+    """The name of this process's job, and the socket to its launcher; "" for what it does not have."""
+    name, socket = next((os.environ[each] for each in _JOB_VARIABLES if os.environ.get(each)), ""), ""
+    with suppress(KeyError, ValueError, OSError):
+        found = os.fstat(int(os.environ[_SOCKET_VARIABLE]))
+        if stat.S_ISSOCK(found.st_mode):
+            socket = str(found.st_ino)
+    return name, socket
 
 
 class Daemon:

@@ -2,10 +2,20 @@
 
 import multiprocessing
 import os
+import socket
 
 import pytest
 
-from collectives.launcher import check_launcher, check_main_program, launcher_name
+from collectives.launcher import (
+    LAUNCHER_PREFIXES,
+    check_launcher,
+    check_main_program,
+    check_no_child,
+    environment_of_program,
+    launched_rank,
+    launcher_name,
+    leave_mark,
+)
 
 TASK = {"SLURM_TASK_PID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 
@@ -123,3 +133,66 @@ def test_a_spawned_process_that_imports_the_main_program_starts_no_mpi(monkeypat
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(RuntimeError, match='under `if __name__ == "__main__":`'):
         check_main_program()
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*os.environ,):
+        if name.startswith((*LAUNCHER_PREFIXES, "MPITRAIN_RANK", "SLURM")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("MPITRAIN_RANK_PROCESS", "")  # so that it is as before in the end
+    return monkeypatch
+
+
+def in_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be another one, which has inherited the environment."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+
+
+def test_what_a_rank_starts_is_no_rank(no_launcher: pytest.MonkeyPatch) -> None:
+    for name, value in {"PMIX_NAMESPACE": "prterun-host-7@1", "PMIX_RANK": "3"}.items():
+        no_launcher.setenv(name, value)
+    check_no_child()
+    leave_mark()
+    check_no_child()
+    assert launched_rank() == 3
+    parent = os.getpid()
+    in_child(no_launcher)
+    with pytest.raises(
+        RuntimeError, match=rf"\(process 1\) was started by a rank \(process {parent}\).*environment_of_program"
+    ):
+        check_no_child()
+    assert launched_rank() == -1
+    with no_launcher.context() as clean:  # as the remedy says
+        for name in os.environ.keys() - environment_of_program():
+            clean.delenv(name)
+        check_no_child()
+    no_launcher.setenv("PMIX_NAMESPACE", "prterun-host-9@1")  # a nested mpirun, or MPI_Comm_spawn
+    check_no_child()
+    assert launched_rank() == 3
+
+
+def test_what_a_rank_of_mpich_starts_is_no_rank(no_launcher: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        no_launcher.setenv("PMI_FD", str(ours.fileno()))
+        leave_mark()
+        check_no_child()
+        in_child(no_launcher)
+        with pytest.raises(RuntimeError, match="started by a rank"):  # with all descriptors
+            check_no_child()
+        no_launcher.setenv("PMI_FD", str(theirs.fileno()))  # of a nested mpirun
+        check_no_child()
+        no_launcher.setenv("PMI_FD", "9999")  # the usual child, which inherits no descriptor
+        with pytest.raises(RuntimeError, match="started by a rank"):
+            check_no_child()
+        no_launcher.delenv("PMI_FD")
+        check_no_child()
+
+
+def test_without_a_launcher_a_program_may_start_another(no_launcher: pytest.MonkeyPatch) -> None:
+    leave_mark()
+    in_child(no_launcher)
+    check_no_child()
+    no_launcher.setenv("MPITRAIN_RANK_PROCESS", "what the user has set")
+    check_no_child()
