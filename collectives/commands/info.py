@@ -14,6 +14,7 @@ from collectives.bench.units import show_bytes
 from collectives.commands.terminal import Commands, console
 from collectives.selection.selector import ALGORITHMS
 from collectives.selection.wire import load_codec
+from collectives.version import release
 
 
 def add_parser(commands: Commands) -> None:
@@ -37,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
         nodes[name] = nodes.get(name, 0) + 1
     if comm.rank == 0:
         table = Table(show_header=False, box=box.SIMPLE)
+        table.add_row("mpitrain", str(release()))
         table.add_row("MPI library", mpi.library_version())
         table.add_row("mpi4py", version("mpi4py"))
         table.add_row("ranks", str(comm.size))

@@ -9,9 +9,10 @@ from collectives.diagnosis import finalize
 from collectives.diagnosis.ending import Before
 from collectives.diagnosis.hangs import deadline, monitor, notice
 from collectives.diagnosis.job import all_ranks
+from collectives.diagnosis.meeting import meet
 from collectives.diagnosis.record import Log
 from collectives.environment import check_choices, switch
-from collectives.launcher import check_launcher, check_main_program
+from collectives.launcher import check_launcher, check_main_program, check_no_child, leave_mark
 from collectives.progress.work import Progress, choose_progress
 from collectives.selection import table_cache
 from collectives.selection.table import Table, built_in
@@ -25,11 +26,13 @@ def world() -> Communicator:
     After it, an uncaught exception on one rank ends the job, so that the other ranks do not wait forever. An operation that waits
     longer than the deadline (MPITRAIN_DEADLINE_S, 600 s) ends the job, too; a notice on stderr comes after 30 s (MPITRAIN_NOTICE_S).
     SIGUSR2 prints the last operations. If the world was freed, `world()` makes a new one, which is collective again. RuntimeError if
-    the launcher has started several ranks but MPI sees one: launcher and MPI library then belong to different MPIs; and in a process of
-    multiprocessing that imports a main program without `if __name__ == "__main__":`.
+    the launcher has started several ranks but MPI sees one: launcher and MPI library then belong to different MPIs; in a program that a
+    rank has started; in a process of multiprocessing that imports a main program without `if __name__ == "__main__":`; and if the ranks
+    have different versions of this package.
     """
     global _world
     if _world is None or _world.is_freed:
+        check_no_child()
         progress = _stand_ready()
         comm = Communicator(all_ranks().Dup(), progress=progress, _name="world")
         take_table(comm, _measured_table(comm))
@@ -58,7 +61,9 @@ def _stand_ready() -> Progress:
 
     vendor, version = MPI.get_vendor()
     check_launcher(MPI.COMM_WORLD.size, f"{vendor} {'.'.join(map(str, version))}")
+    leave_mark()
     diagnosis.abort_on_uncaught(MPI.COMM_WORLD)
+    meet(MPI.COMM_WORLD)
     clone = MPI.COMM_WORLD.Dup()
     with diagnosis.together(clone, ""):
         check_choices()

@@ -26,7 +26,7 @@ def test_a_wheel_with_an_mpi_of_its_own_trains_in_an_empty_folder(tmp_path: Path
     folder.mkdir()
     for package in ("collectives", "ckpt", "mpitrain"):  # a build writes beside its sources
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = (
         sys.executable,
