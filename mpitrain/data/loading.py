@@ -11,7 +11,7 @@ from collectives import Communicator
 from mpitrain.config import ConfigError, DataConfig, SourceConfig
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.checksums import is_checksum_list
-from mpitrain.data.corpus import Part, read_into, scan
+from mpitrain.data.corpus import Listing, Part, read_into, scan
 from mpitrain.data.documents import is_compressed, kind_of
 from mpitrain.data.open_shards import OpenShards, first_texts
 from mpitrain.data.shards import ShardList, list_shards
@@ -71,11 +71,19 @@ def _is_of_shards(path: str) -> bool:
     return not os.path.exists(os.path.expanduser(path)) and ("{" in path or glob.has_magic(path))
 
 
-def load_data(config: DataConfig, comm: Communicator, *, batch: int) -> Corpus | Documents | TokenFiles:
-    """Find the data on rank 0. Collective; ValueError on all ranks if they cannot be read. `batch`: rows of a global batch."""
+def load_data(
+    config: DataConfig, comm: Communicator, *, batch: int, context: int = 0
+) -> Corpus | Documents | TokenFiles:
+    """Find the data on rank 0. Collective; ValueError on all ranks if they cannot be read.
+
+    `batch`: rows of a global batch. `context`: tokens of a row. If the data are one row but the training side is not, nothing of text
+    and tokens is held out.
+    """
     if config.has_tokens:
         with comm.together():
-            return open_tokens(list_shards(config.path).paths, config.heldout, config.field)
+            paths = list_shards(config.path).paths
+            files = open_tokens(paths, config.heldout, config.field)
+            return files if len(files.train) > context else open_tokens(paths, 0.0, config.field)
     if has_documents(config):
         return _find_documents(config, comm, batch)
     with comm.together():
@@ -86,12 +94,17 @@ def load_data(config: DataConfig, comm: Communicator, *, batch: int) -> Corpus |
             if getattr(config, name) != getattr(default, name)
         ]:
             raise ConfigError(f"data.{wrong[0]}: only for documents, and data.path names text")
-    return load_corpus(config, comm)
+    return load_corpus(config, comm, context)
 
 
-def load_corpus(config: DataConfig, comm: Communicator) -> Corpus:
+def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Corpus:
     """List the files on rank 0, read them on one rank of each node. Collective; ValueError on all ranks if that fails."""
-    listing = on_rank0(comm, lambda: scan(config.path, config.suffixes, config.heldout))
+
+    def listed() -> Listing:
+        listing = scan(config.path, config.suffixes, config.heldout)
+        return listing if listing.train.num_tokens > context else scan(config.path, config.suffixes, heldout=0.0)
+
+    listing = on_rank0(comm, listed)
 
     def read(part: Part) -> np.ndarray:
         tokens = comm.node.shared(part.num_tokens, np.uint8)

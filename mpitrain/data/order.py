@@ -95,22 +95,27 @@ class Batches(Positions):
         batch: samples in a global batch.
         seed: the run's seed.
 
+    Few tokens may have fewer windows than a batch: then it has windows of several epochs.
+
     Raises:
-        ValueError: fewer tokens than one batch needs.
+        ValueError: fewer tokens than one window needs.
     """
 
     def __init__(self, tokens: np.ndarray | Tokens, *, context: int, batch: int, seed: int) -> None:
         _check_tokens(tokens)
         # The length of one window is left for the shifts, unless there is only one window.
         self.num_windows = max(len(tokens) // context - 1, min(1, (len(tokens) - 1) // context))
-        if self.num_windows < batch:
-            needed = context + 1 if batch == 1 else (batch + 1) * context
+        if self.num_windows < 1:
             raise ValueError(
-                f"data.path: a batch of {batch} windows of {context} tokens needs {needed} training tokens, got "
-                f"{len(tokens)}; take more data, or lower train.batch or model.context"
+                f"data.path: a window of {context} tokens needs {context + 1} training tokens, got {len(tokens)}; take more data, "
+                "or lower model.context"
             )
         super().__init__(batch)
         self.tokens, self.context, self.seed = tokens, context, seed
+        self.lacks = ""
+        """What too few tokens change, as text; else empty."""
+        if self.num_windows < batch:
+            self.lacks = f"the {batch} windows of a batch overlap in the {len(tokens)} training tokens"
         self._num_shifts = min(context, len(tokens) - self.num_windows * context)
 
     def get(self, step: int, rows: Sequence[int]) -> np.ndarray:
@@ -133,31 +138,34 @@ class Batches(Positions):
 class HeldoutBatches:
     """Batches for evaluation: fixed windows, evenly spaced over the held-out tokens, without overlap.
 
-    All batches are full, so every rank has the same number of rows for any number of ranks.
+    All batches are full, so every rank has the same number of rows for any number of ranks. So if there are too few tokens for one
+    batch, its windows overlap.
 
     Args:
         tokens: the held-out part, as in `Batches`.
         context: tokens of a sample that the model sees.
         batch: samples in a global batch.
-        num_batches: the requested number of batches; the attribute `num_batches` is lower if there are too few tokens.
-
-    Raises:
-        ValueError: fewer tokens than one batch needs.
+        num_batches: the requested number of batches; the attribute `num_batches` is lower if there are too few tokens, and 0 if they
+            are less than a window and its last target.
     """
 
     def __init__(self, tokens: np.ndarray | Tokens, *, context: int, batch: int, num_batches: int) -> None:
         _check_tokens(tokens)
+        self.tokens, self.context, self.batch = tokens, context, batch
         num_windows = max(len(tokens) - 1, 0) // context
         self.num_batches = min(num_batches, num_windows // batch)
-        if self.num_batches < min(num_batches, 1):
-            raise ValueError(
-                f"data.heldout: a batch of {batch} windows of {context} tokens needs {batch * context + 1} held-out "
-                f"tokens, got {len(tokens)}; take more data, raise data.heldout, lower train.batch, or turn off "
-                "evaluation with train.eval_batches = 0"
-            )
-        self.tokens, self.context, self.batch = tokens, context, batch
         num = self.num_batches * batch
         self._starts = np.arange(num, dtype=np.int64) * num_windows // max(num, 1) * context
+        self.lacks = ""
+        """What too few tokens change, as text; else empty."""
+        if num_batches and not self.num_batches:
+            self.lacks = (
+                f"the {len(tokens)} held-out tokens are less than a window of {context}, so there are no evaluations"
+            )
+            if num_windows:
+                self.num_batches = 1
+                self._starts = np.arange(batch, dtype=np.int64) * (len(tokens) - 1 - context) // max(batch - 1, 1)
+                self.lacks = f"the {batch} windows of an evaluation overlap in the {len(tokens)} held-out tokens"
 
     def get(self, index: int, rows: Sequence[int]) -> np.ndarray:
         """Rows of evaluation batch `index`, 0 to num_batches - 1, with the shape of `Batches.get`."""

@@ -22,7 +22,7 @@ def heading(
     threads: int,
     num_idle: int,
     data: object,
-    about_engines: Iterable[str],
+    about_data: Iterable[str],
     beginning: str,
 ) -> str:
     """The lines at the start of a run.
@@ -36,7 +36,7 @@ def heading(
         threads: of each rank.
         num_idle: the ranks that have no work.
         data: the data; its text describes them.
-        about_engines: lines about the programs that read and tokenize.
+        about_data: lines about the data and the programs that read and tokenize.
         beginning: the last line: the run's folder, and where the run begins.
     """
     on_gpus = device.type == "cuda"
@@ -48,7 +48,7 @@ def heading(
         f"{comm.size} rank{'s' * (comm.size > 1)} on {comm.num_nodes} node{'s' * (comm.num_nodes > 1)}, {where}{idle}\n"
         f"model {config.model.family} {config.model.size}: {num_parameters(model.config) / 1e6:.2f} M parameters, "
         f"{held / 1e6:.2f} M on rank 0\n"
-        f"data: {data}\n" + "".join(f"{line}\n" for line in (*messages, *about_engines)) + beginning
+        f"data: {data}\n" + "".join(f"{line}\n" for line in (*messages, *about_data)) + beginning
     )
 
 

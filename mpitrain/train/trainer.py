@@ -358,7 +358,7 @@ class Trainer:
             self.config, self._work.parallel, self.comm, self.model,
             device=self.hardware.device, threads=self.hardware.threads,
             num_idle=0 if self._lasting is None else self._lasting.num_idle,
-            data=self._work.found, about_engines=self._work.about_engines, beginning=f"run {self.run.folder} {beginning}",
+            data=self._work.found, about_data=self._work.about_data, beginning=f"run {self.run.folder} {beginning}",
         )  # fmt: skip
 
     def _sum(self, *values: float) -> list[float]:

@@ -48,11 +48,15 @@ class Workload:
     ) -> None:
         self.hardware, device = hardware, hardware.device
         known = None if lasting is None else lasting.found
-        self.found = load_data(config.data, comm, batch=config.train.batch) if known is None else known
+        self.found = (
+            load_data(config.data, comm, batch=config.train.batch, context=config.model.resolve().context)
+            if known is None
+            else known
+        )
         with comm.together():
             self.tokenizer = load_tokenizer(config.data, vocab=config.model.resolve().vocab)
-        self.about_engines = speed_up(self.tokenizer, self.found, config.data, comm, seed=config.train.seed)
-        """Lines about the programs that read and tokenize."""
+        self.about_data = speed_up(self.tokenizer, self.found, config.data, comm, seed=config.train.seed)
+        """Lines about the programs that read and tokenize, and about too few data."""
         if lasting is not None:
             lasting.found = self.found
         parallel = config.parallel
@@ -66,9 +70,10 @@ class Workload:
                 config, self.found, self.data, device=device, tokenizer=self.tokenizer, all_ranks=comm,
                 same=self.mesh["pp", "tp"], say=tell,
             )  # fmt: skip
+            self.about_data += self.batches.lacks
             if config.train.eval_only and not self.batches.heldout.num_batches:
                 raise ConfigError(
-                    "train.eval_only: no data are held out; expected data.heldout above 0, or data.heldout_sources"
+                    "train.eval_only: too few data are held out; expected a larger data.heldout, or data.heldout_sources"
                 )
         # A load gives the model its values if there is a checkpoint, and most likely after a loss of ranks.
         self.has_values = start is None and (lasting is None or lasting.recovered is None)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain.data.positions import Positions
 from mpitrain.data.shards import unpacked
-from mpitrain.data.streaming.feed import CHUNK
+from mpitrain.data.streaming.feed import CHUNK, AllOnOtherSideError
 from mpitrain.data.streaming.lanes import NUM_INTEGERS, OpenLanes, Recipe, rows_per_lane
 from mpitrain.data.streaming.stream import LaneStates, Rows, Stream
 
@@ -23,6 +23,9 @@ class DocumentBatches(Positions):
     Raises:
         ValueError: a source has no document.
     """
+
+    lacks = ""
+    """As of `order.Batches`: documents follow one another again, so there are never too few of them."""
 
     def __init__(self, recipe: Recipe, open_lanes: Callable[[Recipe], OpenLanes]) -> None:
         super().__init__(recipe.batch)
@@ -133,7 +136,7 @@ class HeldoutDocuments:
 
     Args:
         recipe: of the held-out documents, with a lane for each row; None if `num_batches` is 0.
-        num_batches: batches of an evaluation.
+        num_batches: batches of an evaluation. If the only source has no held-out document, the attribute `num_batches` is 0.
         open_lanes: as for DocumentBatches.
     """
 
@@ -142,8 +145,19 @@ class HeldoutDocuments:
         self._recipe = recipe
         self._rows: dict[int, Rows] = {}  # of each batch
         self._stream: Stream | None = None
+        self.lacks = ""
+        """What too few documents change, as text; else empty."""
+        try:
+            if recipe is not None:
+                recipe.check()
+        except AllOnOtherSideError as error:
+            if len(recipe.sources) > 1:
+                raise
+            self.num_batches, self._recipe, recipe = 0, None, None
+            self.lacks = (
+                f"none of {error.num_documents} documents is held out (data.heldout), so there are no evaluations"
+            )
         if recipe is not None:
-            recipe.check()
             self.batch = recipe.batch
             self._stream = Stream(recipe, open_lanes(recipe))
 

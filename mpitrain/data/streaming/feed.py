@@ -16,6 +16,14 @@ from mpitrain.data.streaming.chunks import ChunkSequence
 from mpitrain.data.streaming.fetching import FetchAhead
 
 
+class AllOnOtherSideError(ValueError):
+    """All documents of a source, `num_documents`, are on the other side of data.heldout."""
+
+    def __init__(self, text: str, num_documents: int) -> None:
+        super().__init__(text)
+        self.num_documents = num_documents
+
+
 class Feed:
     """A source on this process.
 
@@ -75,9 +83,10 @@ class Feed:
             raise ValueError(
                 f"data: {self.name} has no documents in {self.shards.folder}; expected shards with documents"
             )
-        raise ValueError(
+        raise AllOnOtherSideError(
             f"data: {self.name} has {num_all} document{'s' * (num_all > 1)} in {self.shards.folder}, and none on this side of "
-            "data.heldout; take more documents, another data.heldout, or --train.eval-batches 0"
+            "data.heldout; take more documents, another data.heldout, or --train.eval-batches 0",
+            num_all,
         )
 
 

@@ -144,6 +144,12 @@ class RankBatches:
         return batches
 
     @property
+    def lacks(self) -> list[str]:
+        """At most one line: what too few data change."""
+        lacks = [each.lacks for each in (self.train, self.heldout) if each.lacks]
+        return [f"few data: {'; '.join(lacks)}"] if lacks else []
+
+    @property
     def sources(self) -> list[str]:
         """The names of the sources of the training data: see `source_names`."""
         return source_names(self.train)

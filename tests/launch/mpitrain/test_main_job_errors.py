@@ -38,7 +38,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (["--resume", "{tmp}/none"], "{tmp}/none does not exist"),
     (["--data.path", "{tmp}/none"], "data.path: {tmp}/none does not exist"),
-    (["--data.path", "{tmp}/tiny"], "data.path: a batch of 12 windows of 32 tokens needs 416 training tokens, got"),
+    (["--data.path", "{tmp}/tiny"], "data.path: a window of 32 tokens needs 33 training tokens, got 24"),
     (["--run", "{tmp}/tiny/run"], "run: the folder {tmp}/tiny/run cannot be written: {tmp}/tiny is no folder"),
     (["--train.eval-only"], "train.eval_only: run {tmp}/run has no checkpoint to evaluate"),
     (["--checkpoint.copies", "nonsense://x"], "checkpoint.copies: nonsense://x cannot be reached"),

@@ -178,7 +178,10 @@ def test_data_that_do_not_fit_the_settings(comm: Communicator, shared_tmp: Path)
     with pytest.raises(
         ValueError, match=r"data: data has 1 document in .*, and none on this side of data.heldout; take more"
     ):
-        batches(parse(["--data.path", f"{shared_tmp}/a.jsonl", "--data.heldout", "1e-9", *small]), comm)
+        batches(parse(["--data.path", f"{shared_tmp}/a.jsonl", "--data.heldout", "0.999999", *small]), comm)
+    lone = batches(parse(["--data.path", f"{shared_tmp}/a.jsonl", "--data.heldout", "1e-9", *small]), comm)
+    assert lone.heldout.num_batches == 0 and len(lone.of_step(0)[0].tokens) > 0
+    assert lone.lacks == ["few data: none of 1 documents is held out (data.heldout), so there are no evaluations"]
     of_tokens = batches(parse(["--data.path", f"{shared_tmp}/a.npy", "--model.vocab", "299", *small]), comm)
     with pytest.raises(
         ValueError, match=r"the data have the tokens \d+ to 299, and the model has 0 to 298; take the vocabulary"

@@ -262,11 +262,24 @@ def test_shortest_training_data() -> None:
         batches = Batches(np.arange(num, dtype=np.uint8), context=4, batch=1, seed=0)
         rows = {batches.get(step, range(1))[0, 0] for step in range(60)}
         assert rows == set(range(min(4, num - 4)))
-    with pytest.raises(ValueError, match="needs 5 training tokens, got 4"):
-        Batches(np.zeros(4, np.uint8), context=4, batch=1, seed=0)
-    with pytest.raises(ValueError, match="a batch of 3 windows of 4 tokens needs 16 training tokens, got 15"):
-        Batches(np.zeros(15, np.uint8), context=4, batch=3, seed=0)
-    Batches(np.zeros(16, np.uint8), context=4, batch=3, seed=0)
+    with pytest.raises(ValueError, match="a window of 4 tokens needs 5 training tokens, got 4"):
+        Batches(np.zeros(4, np.uint8), context=4, batch=3, seed=0)
+
+
+@pytest.mark.parametrize(("num", "lacks"), [(5, True), (15, True), (16, False)])
+def test_a_batch_of_few_data_has_windows_of_several_epochs(num: int, lacks: bool) -> None:
+    """3 windows of 4 tokens: each epoch has all windows once, also if it ends in a batch."""
+    batches = Batches(np.arange(num, dtype=np.uint8), context=4, batch=3, seed=0)
+    assert bool(batches.lacks) is lacks
+    assert batches.lacks in ("", f"the 3 windows of a batch overlap in the {num} training tokens")
+    rows = np.concatenate([batches.get(step, range(3)) for step in range(20)])
+    assert (np.diff(rows, axis=1) == 1).all() and rows.max() < num
+    for epoch in range(60 // batches.num_windows):
+        starts = rows[epoch * batches.num_windows : (epoch + 1) * batches.num_windows, 0]
+        assert (
+            len(set((starts - starts.min()).tolist())) == batches.num_windows
+            and not ((starts - starts.min()) % 4).any()
+        )
 
 
 def test_rows_outside_the_batch() -> None:
@@ -283,24 +296,30 @@ def test_tokens_of_another_type() -> None:
 
 @settings(deadline=None)
 @given(num=st.integers(0, 400), context=st.integers(1, 9), batch=st.integers(1, 4), wanted=st.integers(1, 9))
-def test_heldout_windows_do_not_overlap_and_are_spread(num: int, context: int, batch: int, wanted: int) -> None:
+def test_heldout_windows_are_spread_and_do_not_overlap_unless_they_must(
+    num: int, context: int, batch: int, wanted: int
+) -> None:
     tokens = np.arange(num).astype(np.uint8)
-    if num < batch * context + 1:
-        with pytest.raises(ValueError, match=f"needs {batch * context + 1} held-out tokens, got {num}"):
-            HeldoutBatches(tokens, context=context, batch=batch, num_batches=wanted)
-        return
     batches = HeldoutBatches(tokens, context=context, batch=batch, num_batches=wanted)
-    assert batches.num_batches == min(wanted, (num - 1) // context // batch)
+    assert bool(batches.lacks) is (num < batch * context + 1)
+    if num <= context:
+        assert batches.num_batches == 0 and "so there are no evaluations" in batches.lacks
+        return
+    assert batches.num_batches == max(1, min(wanted, (num - 1) // context // batch))
     rows = np.concatenate([batches.get(i, range(batch)) for i in range(batches.num_batches)])
     assert rows.shape == (batches.num_batches * batch, context + 1)
     assert (np.diff(rows, axis=1) % 256 == 1).all()
-    assert (np.diff(rows[:, 0]) % 256 >= min(context, 255)).all()
+    if not batches.lacks:
+        assert (np.diff(rows[:, 0]) % 256 >= min(context, 255)).all()
+    elif batch > 1:
+        assert (rows[0, 0], rows[-1, -1]) == (0, (num - 1) % 256), "from the first held-out token to the last one"
     with pytest.raises(ValueError, match="expected an evaluation batch from 0"):
         batches.get(batches.num_batches, range(1))
 
 
 def test_no_evaluation_needs_no_heldout_tokens() -> None:
-    assert HeldoutBatches(np.empty(0, np.uint8), context=4, batch=2, num_batches=0).num_batches == 0
+    batches = HeldoutBatches(np.empty(0, np.uint8), context=4, batch=2, num_batches=0)
+    assert (batches.num_batches, batches.lacks) == (0, "")
 
 
 def test_another_batch_size_goes_on_where_the_data_were() -> None:
