@@ -5,11 +5,10 @@ import functools
 
 from collectives import diagnosis
 from collectives.communicator.communicator import Communicator, take_table
-from collectives.diagnosis import finalize
+from collectives.diagnosis import finalize, meeting
 from collectives.diagnosis.ending import Before
 from collectives.diagnosis.hangs import deadline, monitor, notice
 from collectives.diagnosis.job import all_ranks
-from collectives.diagnosis.meeting import meet
 from collectives.diagnosis.record import Log
 from collectives.environment import check_choices, switch
 from collectives.launcher import check_launcher, check_main_program, check_no_child, leave_mark
@@ -63,12 +62,13 @@ def _stand_ready() -> Progress:
     check_launcher(MPI.COMM_WORLD.size, f"{vendor} {'.'.join(map(str, version))}")
     leave_mark()
     diagnosis.abort_on_uncaught(MPI.COMM_WORLD)
-    meet(MPI.COMM_WORLD)
+    meeting.meet(MPI.COMM_WORLD)
     clone = MPI.COMM_WORLD.Dup()
     with diagnosis.together(clone, ""):
         check_choices()
         deadline.from_environment()
         notice.from_environment()
+        meeting.notice_from_environment()
     checked = bool(switch("MPITRAIN_DEBUG"))
     progress = choose_progress(clone, MPI.Query_thread() == MPI.THREAD_MULTIPLE, checked)
     Before.others = connected

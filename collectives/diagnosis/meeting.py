@@ -17,9 +17,10 @@ is a record of 64 bytes, little endian, and only REFUSED has text behind it, in 
 Each rank sends HERE to rank 0. If the ranks have several places, rank 0 asks one rank of each for the hash of its sources (SOURCES),
 and gets another HERE. Then rank 0 sends GO or REFUSED to each rank.
 
-A rank that may not go on for 20 s asks all ranks (WHO). They answer by HERE, and ask nobody themselves. A second later the rank that
-asks prints one line, which names those that were silent. Rank 0 asks first, then one rank after another, because rank 0 may be of a
-version that does not meet. At the deadline a rank ends its wait by an error. All waits poll, so that they give their core away.
+A rank that may not go on for 20 s (MPITRAIN_MEETING_S) asks all ranks (WHO). They answer by HERE, and ask nobody themselves. A second
+later the rank that asks prints one line, which names those that were silent. Rank 0 asks first, then one rank after another, because
+rank 0 may be of a version that does not meet. At the deadline, but not before that line, a rank ends its wait by an error. All waits
+poll, so that they give their core away.
 """
 
 import struct
@@ -31,15 +32,16 @@ from typing import Any, NamedTuple, Protocol
 
 from collectives import version
 from collectives.diagnosis import dump
-from collectives.diagnosis.hangs import deadline, notice
+from collectives.diagnosis.hangs import deadline
 from collectives.diagnosis.record import shown_ranks
 from collectives.diagnosis.together import raised_on
+from collectives.environment import seconds_of
 
 TAG = 28016
 _RECORD = struct.Struct("<8sB15s20s8s8sI")
 _MAGIC, _NOT_TAKEN, _NEVER = b"mpitrain", bytes(8), float("inf")
 
-_NOTICE_S = 20.0  # at most: MPITRAIN_NOTICE_S may be less
+_NOTICE_S = 20.0
 _ANSWER_S = 1.0  # for the answers of the ranks that are there; at most as long as the time before
 _STAGGER_S, _MAX_STAGGER_S = 0.3, 20.0  # a rank waits this long for each lower rank to ask first, so that one rank asks
 _GRACE_S = 3.0  # for ranks that have not come yet, when two that have come differ; and for rank 0 to end the job
@@ -101,8 +103,10 @@ class Meeting:
         self, post: Post, mine: Record, sources: Callable[[], bytes], now: float, *, notice_s: float, deadline_s: float
     ) -> None:
         """`sources()`: the hash of the sources. `notice_s`: when to ask who is there; `deadline_s`: the end of the wait; 0: never."""
-        self._post, self._sources, self._began, self._deadline_s = post, sources, now, deadline_s
+        self._post, self._sources, self._began = post, sources, now
         self._answer_s = min(_ANSWER_S, notice_s)
+        # Not before the line, because a deadline of a second is for operations, and not for imports.
+        self._limit_s = max(deadline_s, (notice_s or _NOTICE_S) + 2 * self._answer_s) if deadline_s else _NEVER
         self._records = {post.rank: mine}  # of the ranks that are here, as far as this rank knows
         self._asked: set[bytes] = set()  # the places of which rank 0 has asked for the sources
         self._refuse_at = _NEVER
@@ -128,9 +132,9 @@ class Meeting:
             self._tell_at = _NEVER
             if silent := self._silent():
                 dump.say(f"world() has waited {now - self._began:.0f} s for {shown_ranks(silent)}: {_WHY}")
-        if self._deadline_s and now - self._began >= self._deadline_s:
+        if now - self._began >= self._limit_s:
             who = shown_ranks(self._silent() if self._post.rank == 0 else [0])
-            limit = f"within {self._deadline_s:g} s (MPITRAIN_DEADLINE_S)"
+            limit = f"within {self._limit_s:g} s (MPITRAIN_DEADLINE_S)"
             self._refuse(f"world() has had no answer of {who} {limit}: {_WHY}; {_REMEDY}")
         return False
 
@@ -201,6 +205,11 @@ class Meeting:
         return [rank for rank in range(self._post.size) if rank not in self._records]
 
 
+def notice_from_environment() -> float:
+    """MPITRAIN_MEETING_S in seconds: when to name the ranks that do not meet; 0: never. ValueError for other values."""
+    return seconds_of("MPITRAIN_MEETING_S", _NOTICE_S, "no line")
+
+
 def own_record() -> Record:
     """The record of this process, without the hash of its sources."""
     mine = version.release()
@@ -217,10 +226,9 @@ def meet(mpi: Any) -> None:
         return
     post, nap_s = _MpiPost(mpi), _NAP_S
     dump.RecordOutput.rank = mpi.rank
-    limits = {"notice_s": notice.DEFAULT_NOTICE_S, "deadline_s": deadline.DEFAULT_DEADLINE_S}
-    with suppress(ValueError):  # wrong values are an error of all ranks, after the meeting
-        limits = {"notice_s": notice.from_environment(), "deadline_s": deadline.from_environment()}
-    limits["notice_s"] = min(limits["notice_s"], _NOTICE_S)
+    limits = {"notice_s": _NOTICE_S, "deadline_s": deadline.DEFAULT_DEADLINE_S}
+    with suppress(ValueError):  # a wrong value is an error of all ranks, after the meeting
+        limits = {"notice_s": notice_from_environment(), "deadline_s": deadline.from_environment()}
     meeting = Meeting(post, own_record(), version.sources, time.monotonic(), **limits)
     try:
         while not meeting.step(time.monotonic()):

@@ -22,7 +22,7 @@ print("a world of", comm.size, "with", collectives.__file__, flush=True)
 
 
 def job(*folders: Path, cwd: Path) -> Result:
-    env = {"MPITRAIN_NOTICE_S": "0.3", "MPITRAIN_DEADLINE_S": "1.2"}
+    env = {"MPITRAIN_MEETING_S": "0.3", "MPITRAIN_DEADLINE_S": "1.2"}
     return launch(len(folders), "-c", JOB, *map(str, folders), cwd=cwd, env=env, timeout_s=30)
 
 

@@ -166,6 +166,12 @@ def test_ranks_that_differ_do_not_wait_for_a_silent_one() -> None:
     assert all("different versions" in str(end) and end.num_refused == 2 for end in town.ends.values())
 
 
+def test_a_short_deadline_ends_no_import(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Town(3, dict.fromkeys(range(3), MINE), {1: 15.0}, deadline_s=1.0).all_go()
+    town = Town(3, {0: MINE, 2: MINE}, deadline_s=1.0)
+    assert NOTICE_S < town.seconds < NOTICE_S + 3 and len(lines(capsys)) == 1 and not town.all_go()
+
+
 def test_without_a_deadline_a_rank_waits(capsys: pytest.CaptureFixture[str]) -> None:
     assert Town(2, {0: MINE, 1: MINE}, {1: 100.0}, deadline_s=0.0).all_go()
     assert len(lines(capsys)) == 1
