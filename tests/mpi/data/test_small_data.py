@@ -1,5 +1,6 @@
 """Data of less than a batch, or less than a window, as the ranks of a job see them."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ CONTEXT, BATCH = 24, 7
         ),
         (
             100,
-            "7 windows of a batch overlap in the 95 training tokens; the 5 held-out tokens are less than a window of 24, so",
+            "7 windows of a batch overlap in the 95 training tokens; the [567] held-out tokens are less than a window of 24, so",
         ),
         (600, "7 windows of an evaluation overlap in the "),
         (4000, ""),
@@ -50,15 +51,13 @@ def test_one_line_says_what_few_data_change(
     batches = RankBatches(config, load_data(config.data, comm, batch=BATCH, context=CONTEXT), comm)
 
     (line,) = batches.lacks or [""]
-    assert line.startswith(f"few data: the {lacks}" if lacks else "") and bool(line) is bool(lacks)
+    assert re.match(f"few data: the {lacks}", line) if lacks else not line, line
     steps = [step[0].tokens for step in map(batches.of_step, range(3))]
     held = [batches.of_evaluation(index)[0].tokens for index in range(batches.heldout.num_batches)]
     assert len(held) == {25: 0, 100: 0, 600: 1, 4000: 1}[num]
     for rows in steps + held:
         assert rows.shape == ((3, 4)[comm.rank], CONTEXT)
-        assert (
-            (rows[:, 1:] - rows[:, :-1] == 1) | (rows[:, 1:] == 0) | (rows[:, :-1] % 95 == 0)
-        ).sum() > 0.8 * rows.numel()
+        assert (rows[:, 1:] - rows[:, :-1] == 1).float().mean() > 0.9, "windows of the text"
 
 
 @pytest.mark.ranks(2)
