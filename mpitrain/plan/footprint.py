@@ -54,9 +54,14 @@ def _states(machine: Machine, software: Software, layout: Layout, held: Held, bl
     is_in_place = e == 4 and not is_gathered  # the optimizer updates the parameters of forward and backward
     parameters = 0.0 if is_gathered else params * e / beside
     gathered = 2 * block * e if is_gathered else 0.0
-    waits = layout.pipeline > 1 or not software.reduces_each_micro_batch or layout.zero == 1
+    is_sum = layout.pipeline > 1 or not software.reduces_each_micro_batch  # of micro-batches
+    waits = is_sum or layout.zero == 1
     ranks = layout.data * layout.context
-    full = params * e if waits and ranks > 1 and not (e == 4 and layout.zero == 0) else 0.0
+    full = (
+        params * (max(e, software.grad_bytes) if is_sum else e)
+        if waits and ranks > 1 and not (e == 4 and layout.zero == 0)
+        else 0.0
+    )
     buffers = 2 * block * software.grad_bytes if ranks > 1 and not waits else 0.0
     return {
         "parameters": parameters,

@@ -86,7 +86,7 @@ def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *
         if train and config.train.slices:
             waiting = Slices(config.train.slices, rank.num_data, 0).num_waiting
             tracker.add("gradients", sum(rank.held) * waiting)
-        elif not train or (num_micro > 1 and not takes_grads_over(config, rank.num_data)):
+        elif not train or (num_micro > 1 and stages is None and not takes_grads_over(config, rank.num_data)):
             tracker.add("gradients", sum(rank.held))  # until the next step begins
         with tracker, torch.set_grad_enabled(train):
             tokens = torch.empty(num_micro, rows, sizes.context + 1, dtype=torch.int64)
@@ -98,6 +98,8 @@ def _run(config: Config, rank: StepRank, shared: SharedActivations, rows: int, *
                 own = rank.tensor.size if train and config.parallel.sequence else 1
                 stream = (rows, sizes.context // own, sizes.width)
                 run(stages, rank.stage, tokens[0], segments, stream, getattr(torch, config.parallel.param_dtype))
+                if train and not config.train.slices:  # those of the shards take the place of the full ones
+                    tracker.add("gradients", max(0, sum(rank.held) - tracker.now["gradients"]))
                 return tracker.peak
             loss = model(tokens[0, :, :-1], tokens[0, :, 1:], reduction="sum", segments=segments)
             if train:
@@ -150,6 +152,9 @@ def _reduce(model: LanguageModel, tracker: Tracker, config: Config, rank: StepRa
     order = [*reversed(blocks), root]
     missing = [len(unit) for unit in order]
     adopted = takes_grads_over(config, rank.num_data)
+    dtype, reduce_dtype = (getattr(torch, name) for name in (config.parallel.param_dtype, config.parallel.reduce_dtype))
+    wide = torch.promote_types(dtype, reduce_dtype)  # of sums of micro-batches: see unit/grad_sums.py
+    waiting: set[torch.Tensor] = set()
     at = 0  # in the order: the unit to reduce next
 
     def on_grad(param: torch.Tensor, index: int) -> None:
@@ -158,8 +163,16 @@ def _reduce(model: LanguageModel, tracker: Tracker, config: Config, rank: StepRa
             return
         tracker.is_of(param.grad, "gradients")
         missing[index] -= 1
-        if adopted or (rank.stage is not None and not config.train.slices):
-            return  # a pipeline keeps full gradients until the end of the step
+        if rank.stage is not None and not config.train.slices:
+            # A pipeline keeps full gradients until the end of the step.
+            if wide != dtype and param not in waiting:
+                waiting.add(param)
+                tracker.add("gradients", param.numel() * wide.itemsize)
+            if wide != dtype:
+                param.grad = None
+            return
+        if adopted:
+            return
         if index == at and (rank.num_data > 1 or config.train.slices):
             param.grad = None  # moved to a gradient buffer
         while at < len(order) and missing[at] <= 0 and config.parallel.stage != 1:

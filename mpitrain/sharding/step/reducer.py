@@ -136,6 +136,8 @@ class Reducer:
         stays = gradients.adopts or gradients.stays_full
         if place == self._next and unit.sync_gradients and gradients.on_host and not stays:
             gradients.place_grad(index, self._buffer(unit, gradients))
+        elif not unit.sync_gradients:
+            gradients.waiting.add(index)
         missing = self._missing[unit]
         missing.discard((gradients, index))
         return unit if not missing and unit not in self.by_inputs else None

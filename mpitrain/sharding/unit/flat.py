@@ -159,16 +159,13 @@ class FlatParameters:
     @property
     def has_full_grads(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return any(gradients.placed for gradients in self.gradients) or any(
-            full.grad is not None for full in self._fulls
-        )
+        return any(gradients.placed or gradients.waiting for gradients in self.gradients)
 
     def drop_grads(self) -> None:
         """Drop full gradients that were not reduced."""
         for gradients in self.gradients:
             gradients.placed.clear()
-        for full in self._fulls:
-            full.grad = None
+            gradients.waiting.clear()
 
 
 def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: ShardBox, comm: Communicator) -> None:

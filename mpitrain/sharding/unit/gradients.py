@@ -16,6 +16,7 @@ from mpitrain.parts import add_gradients, part_of
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.slices.sums import SliceSums
+from mpitrain.sharding.unit.grad_sums import ShardSums, WaitingSums
 from mpitrain.sharding.unit.layout import Layout
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
@@ -62,6 +63,8 @@ class Gradients:
         """Whether this backward leaves the average over copies of the model to `mpitrain.sharding.compression`."""
         self.placed: set[int] = set()
         """The parameters whose gradient is in the gradient buffer and waits for the reduction."""
+        self.waiting = WaitingSums(params, reduce_dtype)
+        self._shard_sums = ShardSums(dtype, reduce_dtype)
         self.ranks, self._offload = ranks, offload
         width = 2 if reduce_dtype.is_complex else 1
         self._counts = [count * width for count in layout.counts]  # how many real numbers each rank's part has
@@ -106,14 +109,13 @@ class Gradients:
     @torch.no_grad()
     def place_grad(self, index: int, buffer: torch.Tensor) -> None:
         """Move the full gradient of parameter `index` to its place in the gradient buffer."""
-        grad, part = self.params[index].full.grad, self._part(buffer, index)
+        grad, part = self.waiting.take(index), self._part(buffer, index)
         assert grad is not None
         if index in self.placed:
             part += grad.reshape(-1)
         else:
             part.copy_(grad.reshape(-1))
         self.placed.add(index)
-        self.params[index].full.grad = None
 
     def _part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
         extent = self.layout.extents[index]
@@ -127,11 +129,11 @@ class Gradients:
         all copies of the model; else over the ranks of this copy.
         """
         self._over_copies = over_copies
-        for index, param in enumerate(self.params):
-            is_used = index in self.placed or param.full.grad is not None
+        for index in range(len(self.params)):
+            is_used = index in self.placed or index in self.waiting
             self.was_used[index] = is_used or (self.is_within_step and self.was_used[index])
-            self.was_fresh[index] = param.shard.grad is None
-            if param.full.grad is not None:
+            self._look(index)
+            if index in self.waiting:
                 self.place_grad(index, buffer)
             elif index not in self.placed:
                 self._part(buffer, index).zero_()  # this rank did not use the parameter; other ranks may have used it
@@ -153,6 +155,13 @@ class Gradients:
             return
         self._mean = out = torch.empty(self._count, dtype=self.reduce_dtype, device=self.device)
         self._reduction = shard.reduce_scatter(numbers(out), numbers(grads), "avg", counts=self._counts, async_op=True)
+
+    def _look(self, index: int) -> None:
+        """Look whether the result of a reduction becomes the gradient of a shard, or is added to it."""
+        shard = self.params[index].shard
+        self.was_fresh[index] = shard.grad is None
+        if shard.grad is None:
+            self._shard_sums.forget(shard)
 
     def progress(self) -> None:
         """Progress a reduction that has begun, without waiting for other ranks."""
@@ -187,7 +196,7 @@ class Gradients:
                 if param.shard.grad is None:
                     param.shard.grad = fresh[mine].view(param.box.shape)
                 else:
-                    param.shard.grad += mean[mine].view(param.box.shape).to(param.shard.device)
+                    self._shard_sums.add(param.shard, mean[mine].view(param.box.shape))
 
     def _of_shards(self, mean: torch.Tensor) -> torch.Tensor:
         """The result of a reduction in separate memory, with the dtype and on the device of the shards."""
@@ -261,7 +270,7 @@ class Gradients:
 
     def _take_full(self) -> list[torch.Tensor | None]:
         """Take the full gradients from the parameters. Collective if some are sums over ranks with the same data."""
-        full_grads = [param.full.grad for param in self.params]
+        full_grads = [self.waiting.take(index) for index in range(len(self.params))]
         sums = []
         for index, part in self._sums:
             if (grad := full_grads[index]) is not None:
@@ -269,9 +278,9 @@ class Gradients:
                 sums.append((part, numbers(grad.view(-1))))
         with torch.no_grad():
             add_gradients(sums)
-        for index, (param, grad) in enumerate(zip(self.params, full_grads, strict=True)):
-            self.was_used[index], self.was_fresh[index] = grad is not None, param.shard.grad is None
-            param.full.grad = None
+        for index, grad in enumerate(full_grads):
+            self.was_used[index] = grad is not None
+            self._look(index)
         return full_grads
 
     def _adopt(self, param: ShardedParameter, grad: torch.Tensor | None) -> None:
@@ -287,8 +296,7 @@ class Gradients:
             if not grad.ndim:
                 grad = grad.view(param.box.shape)  # a scalar's shard has one dimension
         if shard.grad is not None:
-            with torch.no_grad():
-                shard.grad += grad.to(shard.device)
+            self._shard_sums.add(shard, grad)
         elif self._offload is not None:
             there = where_shards_live(shard.numel(), self.dtype, self.device, self._offload)
             with torch.no_grad():

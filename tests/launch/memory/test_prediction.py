@@ -53,6 +53,7 @@ SETTINGS = {
     "tensor, whole tokens": ["--parallel.tensor", "2", "--parallel.sequence", "false"],
     "tensor, computed again": ["--parallel.tensor", "2", "--parallel.checkpoint-activations", "--train.batch", "16"],
     "pipeline": ["--parallel.pipeline", "2", "--train.accumulate", "4"],
+    "pipeline, bf16": ["--parallel.pipeline", "2", "--train.accumulate", "4", "--parallel.param-dtype", "bfloat16"],
     "split backwards": ["--parallel.pipeline", "2", "--parallel.schedule", "zb-v", "--train.accumulate", "4"],
     "slices": ["--train.slices", "8", "--train.batch", "8"],
     "computed again": ["--parallel.checkpoint-activations", "--train.batch", "16"],
@@ -82,7 +83,7 @@ def predicted_and_held(tmp_path: Path, which: str, allocator: dict[str, str]) ->
     return predicted, held
 
 
-@pytest.mark.parametrize("which", extent(["gathered, bf16", "pipeline"], list(SETTINGS)))
+@pytest.mark.parametrize("which", extent(["gathered, bf16", "pipeline, bf16"], list(SETTINGS)))
 def test_a_run_holds_what_was_predicted(tmp_path: Path, which: str) -> None:
     predicted, held = predicted_and_held(tmp_path, which, NO_HEAP)
     counted = predicted["rank_total"] - predicted["rank"]["allocator"]
