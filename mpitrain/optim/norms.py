@@ -1,14 +1,17 @@
 """Norms of gradients that are spread over ranks."""
 
+import functools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
+from typing import Literal
 
 import numpy as np
 import torch
 
 from collectives import Communicator
 from mpitrain.optim.exact_sums import block_sums, to_digits, to_float
+from mpitrain.optim.spread import SumRanks, counts_in_sums, rows_of, sum_ranks_of
 
 
 class Spent:
@@ -19,48 +22,73 @@ class Spent:
 
 def reduce(comm: Communicator | None, values: torch.Tensor, op: str = "sum") -> None:
     """All-reduce in place; None: the values are the same on all ranks."""
-    if comm is not None:
+    if comm is not None and comm.size > 1:
         began = perf_counter()
         comm.all_reduce(values, op)
         Spent.seconds += perf_counter() - began
 
 
+Parts = dict[SumRanks | None, list[torch.Tensor]]
+"""For each group of ranks the gradients that count on this rank; None: gradients that are the same on every rank."""
+
+
+def parts_of(grads: Iterable[tuple[torch.Tensor | None, torch.Tensor | None]], *, is_ordered: bool) -> Parts:
+    """The gradients of parameters for `norm_of`. A parameter without a gradient tells its ranks, a gradient without one is whole."""
+    parts: Parts = {}
+    for param, grad in grads:
+        counted = parts.setdefault(None if param is None else sum_ranks_of(param), [])
+        if grad is not None and (param is None or counts_in_sums(param)):
+            counted.append(rows_of(grad if param is None else param, grad) if is_ordered else grad)
+    return parts
+
+
 def norm_of(
-    spread: Mapping[Communicator | None, Sequence[torch.Tensor]],
-    order: float = 2.0,
-    ordered: Container[Communicator | None] = (),
+    parts: Mapping[SumRanks | None, Sequence[torch.Tensor]], order: float = 2.0, *, is_ordered: bool
 ) -> torch.Tensor:
     """The norm of gradients as if they were one vector: a float64 scalar on the host. Collective.
 
-    `spread`: for each communicator the gradients that are sharded over its ranks; None: gradients that are the same on every rank.
-    `ordered`: the communicators for which the norm has the same bits at any number of ranks. Their gradients are matrices of rows.
-    ValueError for an order that is not above 0.
+    `is_ordered`: the norm has the same bits at any number of ranks. ValueError for an order that is not above 0.
     """
     if not order > 0:
         raise ValueError(
             f"the norm of order {order} of gradients that are spread over ranks; expected an order above 0"
         )
     if order == math.inf:
-        largest = torch.zeros((), dtype=torch.float64)
-        for comm, grads in spread.items():
-            norms = torch.tensor([0.0, *norms_of_each(grads, order)], dtype=torch.float64)
-            # A reduction by "max" may lose a NaN, so a flag says whether there is one.
-            both = torch.stack([norms.nan_to_num(0.0, math.inf).max(), norms.isnan().any()])
-            reduce(comm, both, "max")
-            largest = largest.maximum(torch.where(both[1] > 0, math.nan, both[0]))
-        return largest
-    messages = [
-        to_digits(np.concatenate([np.empty(0), *block_sums(grads, order)]))
-        if comm in ordered
-        else torch.tensor([_sum_of_powers(grads, order)], dtype=torch.float64)
-        for comm, grads in spread.items()
-    ]
-    for comm, message in zip(spread, messages, strict=True):
-        reduce(comm, message)
-    if ordered:
-        messages = [torch.tensor([to_float(message.tolist())], dtype=torch.float64) for message in messages]
-    powers = torch.cat(messages)
-    return powers.sum().sqrt() if order == 2 else powers.sum() ** (1 / order)
+        # A reduction by "max" may lose a NaN, so a flag says whether there is one.
+        largest, is_nan = _over_ranks({ranks: _largest(grads) for ranks, grads in parts.items()}, "max").tolist()
+        return torch.tensor(math.nan if is_nan else largest, dtype=torch.float64)
+    total = _over_ranks({ranks: _powers(grads, order, is_ordered) for ranks, grads in parts.items()}, "sum")
+    powers = torch.tensor(to_float(total.tolist()), dtype=torch.float64)
+    return powers.sqrt() if order == 2 else powers ** (1 / order)
+
+
+def _over_ranks(messages: Mapping[SumRanks | None, torch.Tensor], op: Literal["sum", "max"]) -> torch.Tensor:
+    """The messages together, each over its ranks, and those of a pipeline also over its stages. Collective."""
+    of_stages: dict[Communicator | None, torch.Tensor] = {}
+    for ranks, message in messages.items():
+        over, stages = (None, None) if ranks is None else ranks
+        reduce(over, message, op)
+        before = of_stages.get(stages)
+        of_stages[stages] = message if before is None else _together(before, message, op)
+    for stages, message in of_stages.items():
+        reduce(stages, message, op)
+    return functools.reduce(lambda one, other: _together(one, other, op), of_stages.values())
+
+
+def _together(one: torch.Tensor, other: torch.Tensor, op: Literal["sum", "max"]) -> torch.Tensor:
+    return one + other if op == "sum" else one.maximum(other)
+
+
+def _largest(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    norms = torch.tensor([0.0, *norms_of_each(grads, math.inf)], dtype=torch.float64)
+    return torch.stack([norms.nan_to_num(0.0, math.inf).max(), norms.isnan().any().double()])
+
+
+def _powers(grads: Sequence[torch.Tensor], order: float, is_ordered: bool) -> torch.Tensor:
+    """The sum of the powers of all elements: a message for `to_float`."""
+    if is_ordered:
+        return to_digits(np.concatenate([np.empty(0), *block_sums(grads, order)]))
+    return torch.tensor([_sum_of_powers(grads, order)], dtype=torch.float64)
 
 
 def _sum_of_powers(grads: Sequence[torch.Tensor], order: float) -> float:

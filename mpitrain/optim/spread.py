@@ -26,18 +26,30 @@ class Spread(NamedTuple):
     """Its name in the model, or in the part of the model that was sharded last: the same on the ranks of `holders`."""
     full_shape: tuple[int, ...]
     """The shape of the whole parameter, in the plain model."""
-    copy: Communicator
-    """The ranks that hold one copy of the model."""
     everyone: Communicator
     """All ranks that train the model: they take, or skip, each step together."""
     holders: Communicator
-    """The ranks of `copy` that hold the parts: all of them, but for other stages of a pipeline, which have other parameters."""
+    """The ranks that hold the parts of one copy. Other stages of a pipeline have other parameters."""
     alike: Communicator
     """The holders in all copies that have the same values and gradients: only `holders`, if copies train apart."""
+    summed: Communicator
+    """The ranks whose elements make a sum over the model, such as a norm, in this stage: `holders`, or more for a whole parameter."""
+    counts: bool
+    """Whether the elements of this rank count in such a sum: of ranks with different data that hold the same ones only the first do."""
     offset: tuple[int, ...]
     """Where the parameter begins in the parameter that is sharded: in the plain model's, or in this rank's part of that."""
     is_ordered: bool = False
     """Whether every sum over the elements, and every update of an element, must not depend on the cut into shards."""
+
+
+class SumRanks(NamedTuple):
+    """The ranks of a sum over a model's elements: first it goes over those of one stage, `over`, then over the stages of a pipeline.
+
+    Two sums, because a stage may have parameters of a kind that the other stages have not.
+    """
+
+    over: Communicator | None
+    stages: Communicator | None
 
 
 # Not an attribute of the parameter, because a communicator cannot be pickled.
@@ -49,20 +61,24 @@ def mark_spread(
     full_shape: tuple[int, ...],
     *,
     name: str,
-    copy: Communicator,
     everyone: Communicator,
     holders: Communicator,
     alike: Communicator,
+    summed: Communicator | None = None,
+    counts: bool = True,
     offset: tuple[int, ...] | None = None,
     is_ordered: bool = False,
 ) -> None:
     """`param` is a part of a parameter of `full_shape`. If `tensor_parallel` has cut it, the shape is that of the uncut parameter.
 
-    The groups of ranks, and `is_ordered`: see `Spread`. `offset`: of a shard in the parameter that is sharded; None: its beginning.
+    The groups of ranks (`summed`: None is `holders`), `counts` and `is_ordered`: see `Spread`. `offset`: of a shard in the parameter
+    that is sharded; None: its beginning.
     """
     part = part_of(param)
     shape = part.full_shape if part is not None and part.full_shape else full_shape
-    _marks[param] = Spread(name, tuple(shape), copy, everyone, holders, alike, offset or (0,) * param.ndim, is_ordered)
+    _marks[param] = Spread(
+        name, tuple(shape), everyone, holders, alike, summed or holders, counts, offset or (0,) * param.ndim, is_ordered
+    )
 
 
 def mark_renamed(param: torch.Tensor, name: str) -> None:
@@ -104,9 +120,7 @@ def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
     """
     mark_part(param, part)
     model_ranks = part.model_ranks
-    mark_spread(
-        param, part.full_shape, name=name, copy=model_ranks, everyone=model_ranks, holders=part.over, alike=part.over
-    )
+    mark_spread(param, part.full_shape, name=name, everyone=model_ranks, holders=part.over, alike=part.over)
     watch_gradient(param)
     if part.is_cut:
         param.refuse_as_whole = partial(refuse, name, param.shape, part.full_shape)  # type: ignore[attr-defined]
@@ -142,9 +156,21 @@ def first_cut(params: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
 
 def counts_in_norms(param: torch.Tensor) -> bool:
-    """Whether this rank counts its part of a parameter: of ranks that hold the same part only the first does."""
+    """Whether this rank counts its part of a parameter among the `holders`: of ranks that hold the same part only the first does."""
     part = part_of(param)
     return part is None or part.is_first
+
+
+def sum_ranks_of(param: torch.Tensor) -> SumRanks | None:
+    """The ranks of a sum over the elements of a parameter and of others; None for one that is not marked: its elements are here."""
+    if (spread := _marks.get(param)) is None:
+        return None
+    return SumRanks(spread.summed, None if (part := part_of(param)) is None else part.stages)
+
+
+def counts_in_sums(param: torch.Tensor) -> bool:
+    """Whether this rank counts its elements of a parameter in a sum over `sum_ranks_of`, in which each element counts once."""
+    return counts_in_norms(param) and ((spread := _marks.get(param)) is None or spread.counts)
 
 
 def everyone_of(params: Iterable[torch.Tensor]) -> list[Communicator]:

@@ -5,17 +5,19 @@ looks up at each call. With the replacements the public functions return the res
 """
 
 import functools
+import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
 
-from collectives import Communicator
-from mpitrain.optim.norms import norm_of
-from mpitrain.optim.spread import all_spread, counts_in_norms, everyone_of, is_ordered, rows_of
+from mpitrain.optim.norms import norm_of, parts_of
+from mpitrain.optim.spread import all_spread, everyone_of, is_ordered, sum_ranks_of
 
 
 @functools.cache
@@ -54,27 +56,39 @@ def _total_norm(
 ) -> torch.Tensor:
     """`get_total_norm` of `torch.nn.utils`, and so `clip_grad_norm_`, of whole gradients. Collective if some are spread over ranks."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    over = {
-        id(param.grad): (param, spread.copy)
-        for param, spread in all_spread()
-        if spread.copy.size > 1 or spread.is_ordered
-    }
-    found = [over.get(id(grad), (None, None)) for grad in grads]
-    ordered = {comm for param, comm in found if param is not None and is_ordered(param)}
-    parts: dict[Communicator | None, list[torch.Tensor]] = {}
-    for grad, (param, comm) in zip(grads, found, strict=True):
-        counted = parts.setdefault(comm, [])
-        if param is None or counts_in_norms(param):
-            counted.append(rows_of(param, grad) if param is not None and comm in ordered else grad)
-    if not grads or list(parts) == [None]:
+    spread = {id(param.grad): param for param, _ in all_spread() if param.grad is not None and _needs_ranks(param)}
+    pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(spread.get(id(grad)), grad) for grad in grads]
+    pairs = pairs or [(param, None) for param in _params_without_grads()]
+    ordered = any(param is not None and is_ordered(param) for param, _ in pairs)
+    parts = parts_of(pairs, is_ordered=ordered)
+    if list(parts) in ([], [None]):
         return original(grads, norm_type, error_if_nonfinite, foreach)
-    norm = norm_of(parts, float(norm_type), ordered)
+    norm = norm_of(parts, float(norm_type), is_ordered=ordered)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()} over all ranks, so that they cannot be clipped; "
             "error_if_nonfinite=False scales the gradients by this norm"
         )
+    if not grads:
+        return norm.float()
     return norm.to(grads[0].device, torch.promote_types(grads[0].dtype, torch.float32).to_real())
+
+
+def _needs_ranks(param: torch.Tensor) -> bool:
+    """Whether a norm of the gradient needs other ranks, or an order of its own."""
+    ranks = sum_ranks_of(param)
+    return ranks is not None and (is_ordered(param) or any(comm is not None and comm.size > 1 for comm in ranks))
+
+
+def _params_without_grads() -> list[torch.Tensor]:
+    """The parameters of a call of `clip_grad_norm_` that passes no gradients on, as a frozen stage of a pipeline; other stages do."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _CLIP.__code__:
+        frame = frame.f_back
+    return [] if frame is None else list(frame.f_locals["parameters"])
+
+
+_CLIP: Any = inspect.unwrap(clip_grad.clip_grad_norm_)
 
 
 def _unscale(

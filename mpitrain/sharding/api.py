@@ -160,9 +160,9 @@ def fully_shard(
         # All checks and allocations have passed. Until here this part of the model is unchanged.
         for name, _, original in (param for params in kinds for param in params):
             mark_replaced(original, name, "fully_shard")
-        for param in part.parameters():
-            if id(param) in options.ignored:
-                mark_ignored(param)  # the units of modules around this part leave the parameter alone, too
+        for name, param in part.named_parameters(prefix=names[id(part)]):
+            if id(param) in options.ignored:  # the units of modules around this part leave the parameter alone, too
+                mark_ignored(param, name, ranks, is_ordered=bool(options.slices))
         unit.reshard()
         enter(unit)
         guard_shards(unit)

@@ -357,7 +357,7 @@ class Pipeline:
         """ValueError if norms over all parts of the model are not possible: only `fully_shard` gets the mesh with both axes."""
         param = next(iter(self.stages.model.parameters()))
         part, spread = parts.part_of(param), spread_of(param)
-        if part is not None and part.over.size > 1 and spread is not None and spread.copy is part.over:
+        if part is not None and part.over.size > 1 and spread is not None and spread.everyone is part.over:
             raise ValueError(
                 "this model is cut by tensor_parallel and in stages, and no mesh has told it the ranks of both; call "
                 "mpitrain.fully_shard(model, mesh, stage=0) after pipeline, or another stage of ZeRO"

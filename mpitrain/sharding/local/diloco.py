@@ -26,6 +26,7 @@ from mpitrain.sharding.local.outer import OuterParameters
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.swapping import swap_values
 from mpitrain.sharding.unit.flat import FlatParameters
+from mpitrain.sharding.unit.marks import is_ignored, mark_ignored
 from mpitrain.sharding.unit.registry import compression_of, diloco_of, sharded_over, slices_of, units_of
 
 _log = logging.getLogger("mpitrain")
@@ -126,6 +127,9 @@ class DiLoCo:
         self._names = {param: name for name, param in model.named_parameters()}
         for shard in self.params.values() if self.num_copies > 1 else ():
             mark_apart(shard)  # optimizers divide no work over ranks whose values will differ
+        for name, param in model.named_parameters() if self.num_copies > 1 else ():
+            if is_ignored(param):
+                mark_ignored(param, name, ranks, is_ordered=False, is_apart=True)
         if before is not None:
             self.num_steps = before.num_steps
             for name in self.momentum.keys() & before.momentum.keys():

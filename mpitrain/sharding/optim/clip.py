@@ -8,8 +8,8 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.optim.exact_sums import SLOTS, block_sums, to_digits, to_float
-from mpitrain.optim.norms import norm_of, norms_of_each
-from mpitrain.optim.spread import counts_in_norms, is_ordered, rows_of, spread_of
+from mpitrain.optim.norms import norm_of, norms_of_each, parts_of, reduce
+from mpitrain.optim.spread import counts_in_sums, is_ordered, rows_of, sum_ranks_of
 from mpitrain.parts import stages_of
 from mpitrain.sharding.step.step import living_steps
 
@@ -29,26 +29,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             f"clip_grad_norm_: expected the model, got {type(model).__name__}; torch's own takes its parameters"
         )
     params = list(model.parameters())
-    over = _over(model)
-    ordered = {comm for param, comm in over.items() if is_ordered(param)}
-    spread: dict[Communicator | None, list[torch.Tensor]] = {comm: [] for comm in (*over.values(), None)}
-    for param in params:
-        if param.grad is not None and counts_in_norms(param):
-            comm = over.get(param)
-            spread[comm].append(rows_of(param, param.grad) if comm in ordered else param.grad)
     for step in living_steps():
         step.reducer.check_reduced(params, "clip_grad_norm_")
-    norm = norm_of(spread, ordered=ordered)
+    ordered = any(map(is_ordered, params))
+    norm = norm_of(parts_of(((param, param.grad) for param in params), is_ordered=ordered), is_ordered=ordered)
     scale = max_norm / (norm.item() + 1e-6)
     grads = [param.grad for param in params if param.grad is not None]
     if grads and norm.isfinite() and scale < 1:
         torch._foreach_mul_(grads, scale)
     return norm
-
-
-def _over(model: nn.Module) -> dict[torch.Tensor, Communicator]:
-    """For each parameter that is spread over ranks, the ranks that hold one copy of the model."""
-    return {param: spread.copy for param in model.parameters() if (spread := spread_of(param)) is not None}
 
 
 @torch.no_grad()
@@ -58,8 +47,7 @@ def grad_norms(model: nn.Module) -> dict[str, float]:
     stages = stages_of(model.parameters())  # of all parameters: a stage may train none
     names = list(trained if stages is None else dict.fromkeys(chain(*stages.all_gather_object(list(trained)))))
     grads = {name: param.grad for name, param in trained.items() if param.grad is not None}
-    over = _over(model)
-    if any(is_ordered(param) for param in over):
+    if any(map(is_ordered, model.parameters())):
         sums = block_sums([rows_of(trained[name], grad) for name, grad in grads.items()])
         of_each, width = [to_digits(its) for its in sums], SLOTS
     else:
@@ -68,13 +56,16 @@ def grad_norms(model: nn.Module) -> dict[str, float]:
     total = torch.zeros(width + 1, len(names), dtype=torch.float64)  # the last row: how many ranks have a gradient
     column_of = {name: column for column, name in enumerate(names)}
     for name, square in zip(grads, of_each, strict=True):
-        total[:width, column_of[name]] = square * counts_in_norms(trained[name])
+        total[:width, column_of[name]] = square * counts_in_sums(trained[name])
         total[width, column_of[name]] = 1.0
-    for comm in dict.fromkeys(over.values()):
-        columns = torch.tensor([stages is not None or over.get(trained[name]) is comm for name in names])
-        part = total[:, columns]
-        comm.all_reduce(part)
-        total[:, columns] = part
+    columns: dict[Communicator | None, list[int]] = {}
+    for name, param in trained.items():
+        columns.setdefault(None if (ranks := sum_ranks_of(param)) is None else ranks.over, []).append(column_of[name])
+    for comm, its in columns.items():
+        part = total[:, its]
+        reduce(comm, part)
+        total[:, its] = part
+    reduce(stages, total)  # each stage has zeros for the parameters of the others
     return {
         name: math.sqrt(to_float(square))
         for name, (*square, there) in zip(names, total.T.tolist(), strict=True)

@@ -78,8 +78,8 @@ class FlatParameters:
                 mark_part(shard, part)
                 mark_part(full, part)
             mark_spread(
-                shard, box.full_shape, name=name, copy=ranks.copy, everyone=ranks.everyone,
-                holders=ranks.holders, alike=ranks.all_holders, offset=box.offset, is_ordered=slices is not None,
+                shard, box.full_shape, name=name, everyone=ranks.everyone, holders=ranks.holders,
+                alike=ranks.all_holders, offset=box.offset, is_ordered=slices is not None,
             )  # fmt: skip
             self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
         # Each place of a module that shows a parameter. One flat list, because each forward and backward changes all of them.

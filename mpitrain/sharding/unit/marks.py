@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from mpitrain.optim.spread import replaced
+from mpitrain.optim.spread import mark_spread, replaced
 from mpitrain.sharding.unit.layout import ShardBox
+from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 def mark_shard(param: nn.Parameter, box: ShardBox) -> None:
@@ -28,9 +29,20 @@ def name_before(param: Any) -> str | None:
     return found.name if found is not None and found.by == "fully_shard" else None
 
 
-def mark_ignored(param: nn.Parameter) -> None:
-    """Mark a parameter that no unit may take, also not the unit of a module around the one that ignores it."""
+def mark_ignored(
+    param: nn.Parameter, name: str, ranks: DataParallelRanks, *, is_ordered: bool, is_apart: bool = False
+) -> None:
+    """Mark a parameter that no unit may take, also not the unit of a module around the one that ignores it.
+
+    Nothing keeps it the same on ranks with different data. In norms that of the first of them counts, so that all ranks clip alike.
+    `is_apart`: copies of the model train apart, so each has a norm of its own.
+    """
     param._ignored_by_sharding = True  # type: ignore[attr-defined]
+    mark_spread(
+        param, tuple(param.shape), name=name, everyone=ranks.everyone, holders=ranks.tensor, alike=ranks.tensor,
+        summed=ranks.holders if is_apart else ranks.all_holders,
+        counts=(ranks.within if is_apart else ranks.data_parallel).rank == 0, is_ordered=is_ordered,
+    )  # fmt: skip
 
 
 def is_ignored(param: nn.Parameter) -> bool:
