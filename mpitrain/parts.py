@@ -244,6 +244,16 @@ def mark_stage(module: Any, stage: int) -> None:
     module.stage_of_pipeline = stage
 
 
+def mark_stack(module: Any) -> None:
+    """`module` holds the blocks that a pipeline divides: a stack, however few of them this rank has."""
+    module.is_stack_of_pipeline = True
+
+
+def is_stack(module: Any) -> bool:
+    """Whether a pipeline divides the blocks in `module`."""
+    return getattr(module, "is_stack_of_pipeline", False)
+
+
 def stage_of(module: Any) -> int | None:
     """The stage of this rank that has a module, the first one if several have it; None without a pipeline."""
     return getattr(module, "stage_of_pipeline", None)

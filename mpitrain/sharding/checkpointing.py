@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from collectives import Communicator
-from mpitrain.parts import ranks_with_input
+from mpitrain.parts import ranks_with_input, stages_of
 from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.unit.registry import kind_of
 
@@ -41,7 +41,8 @@ def checkpoint_activations(
 
     Args:
         model: changed in place.
-        blocks: parts of the model; None: the blocks of its stacks, as `fully_shard` finds them.
+        blocks: parts of the model; None: the blocks of its stacks, as `fully_shard` finds them, and after `pipeline` the blocks of
+            this rank's stages, of which there may be none.
         what: "attention" computes only the attention of each block again: the outermost modules in it whose class name ends with
             "Attention", projections included. torch's fused attention itself keeps little. Korthikanti et al. 2022 (2205.05198) choose
             the attention for its large activations that take little time.
@@ -56,8 +57,8 @@ def checkpoint_activations(
     """
     if what not in ("block", "attention"):
         raise ValueError(f"checkpoint_activations: expected what='block' or 'attention', got {what!r}")
-    chosen = stacked_blocks(model) if blocks is None else list(blocks)
-    if not chosen:
+    chosen = stacked_blocks(model, in_stages=True) if blocks is None else list(blocks)
+    if not chosen and stages_of(model.parameters()) is None:
         raise ValueError(
             f"checkpoint_activations: this {type(model).__name__} has no stack of blocks; pass the parts to checkpoint as blocks=..."
         )

@@ -9,7 +9,7 @@ from torch import nn
 
 from mpitrain.models.draws import mark_places_after
 from mpitrain.models.stage_plan import StagePlan
-from mpitrain.parts import mark_stage
+from mpitrain.parts import mark_stack, mark_stage
 from mpitrain.stage_streams import SplitStream, mark_stages, split_of
 
 
@@ -98,6 +98,7 @@ class ModelStages:
         model.forward = self._forward
         self._split = {stage: split for stage in mine if (split := self._split_stream(division[stage])) is not None}
         mark_stages(model, plan.stream)
+        mark_stack(self._blocks)
         names_of = self.names_of(model, plan, division)
         for module in model.modules():
             mark_stage(module, min(mine))

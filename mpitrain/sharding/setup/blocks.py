@@ -5,21 +5,23 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from mpitrain import parts
 from mpitrain.sharding.unit.registry import kind_of
 
 
-def stacked_blocks(module: nn.Module) -> list[nn.Module]:
+def stacked_blocks(module: nn.Module, *, in_stages: bool = False) -> list[nn.Module]:
     """The blocks of the outermost stacks in a module, in order; empty if it has no stack.
 
     A stack is a ModuleList, Sequential or ModuleDict that holds two or more modules of one class with child modules: the
     layers of a transformer, the stages of a convolutional net. A module without a forward cannot be a block, because parameters are
     gathered around a forward. The children of such modules in a stack (the lists of a U-Net's stages) count as children of the stack.
     Modules whose parameters are also used elsewhere are no blocks. Experts are no blocks either, because ranks use different experts,
-    but must gather the same units.
+    but must gather the same units. `in_stages`: the blocks that a pipeline divides are a stack on every rank, also if this rank has one
+    of them or none.
     """
     users = Counter(id(param) for part in module.modules() for param in part._parameters.values() if param is not None)
     blocks = []
-    for block in _blocks(module):
+    for block in _blocks(module, in_stages):
         within = Counter(
             id(param) for part in block.modules() for param in part._parameters.values() if param is not None
         )
@@ -33,15 +35,15 @@ def has_forward(module: nn.Module) -> bool:
     return kind_of(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def _blocks(module: nn.Module, in_stages: bool) -> Iterator[nn.Module]:
     is_stack = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
     children = list(_callable(module) if is_stack else _without_experts(module))
     composite = Counter(kind_of(child) for child in children if next(child.children(), None) is not None)
     for child in children:
-        if is_stack and composite[kind_of(child)] > 1:
+        if (is_stack and composite[kind_of(child)] > 1) or (in_stages and parts.is_stack(module)):
             yield child
         else:
-            yield from _blocks(child)
+            yield from _blocks(child, in_stages)
 
 
 def _callable(stack: nn.Module) -> Iterator[nn.Module]:

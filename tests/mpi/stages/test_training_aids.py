@@ -5,6 +5,7 @@ import torch
 
 import mpitrain
 from collectives import Communicator
+from mpitrain.models import GPT, GPTConfig
 from mpitrain.stages import pipeline
 from tests.mpi.stages.test_parity import MICRO, adamw, batches, gpt, targets, tied_llama
 
@@ -21,6 +22,38 @@ def test_activations_that_are_computed_again_give_the_same_bits(comm: Communicat
         if what is not None:
             mpitrain.checkpoint_activations(model, model.blocks, what=what)  # type: ignore[arg-type]
         tokens = batches(0, mesh["dp_shard"].rank)
+        loss = pipe.step(tokens, last=targets(tokens))
+        found.append([loss, *(param.grad for param in model.parameters())])
+    for others in found[1:]:
+        for first, other in zip(found[0], others, strict=True):
+            assert torch.equal(first, other)  # type: ignore[arg-type]
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("division", "is_sharded_first"), [([1, 1], False), ([2, 0], True), ([1, 1, 0, 2], False)], ids=str
+)
+def test_blocks_are_found_in_stages_that_have_one_or_none(
+    comm: Communicator, division: list[int], is_sharded_first: bool
+) -> None:
+    mesh = mpitrain.mesh(comm, pp=2)
+    found = []
+    for what in (None, "block", "attention"):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab=50, context=16, width=24, layers=sum(division), heads=2))
+        schedule = "1f1b" if len(division) == 2 else "interleaved"
+        pipe = pipeline(model, mesh["pp"], schedule, micro_batches=2, division=division)
+        if is_sharded_first:
+            mpitrain.fully_shard(model, mesh)
+        if what is not None:
+            mpitrain.checkpoint_activations(model, what=what)  # type: ignore[arg-type]
+            # The attribute `forward` of a block computes its activations again.
+            marked = [part for block in model.blocks for part in block.modules() if "forward" in vars(part)]
+            assert len(marked) == len(list(model.blocks.children()))
+        if not is_sharded_first:
+            mpitrain.fully_shard(model, mesh)
+        tokens = batches(0)[:2]
         loss = pipe.step(tokens, last=targets(tokens))
         found.append([loss, *(param.grad for param in model.parameters())])
     for others in found[1:]:
