@@ -44,7 +44,8 @@ class Agreed(NamedTuple):
 def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> Agreed:
     """Check that the ranks save the same tensors with the same arguments, and that their boxes cover the tensors. Collective.
 
-    ValueError on all ranks, with the argument or tensor that differs. `doing`: the name of the call in the error.
+    ValueError on all ranks, with the argument or tensor that differs; in checked mode also with an array that has other values on
+    another rank. `doing`: the name of the call in the error.
     """
     said = {local.name: local.description for local in held}
     cut = [local for local in held if local.boxes and not local.whole]
@@ -63,6 +64,8 @@ def agree(held: list[Local], arguments: Arguments, comm: Ranks, doing: str) -> A
     tensors = {name: one for theirs in reversed(everyone) for name, one in theirs.items() if one is not None}
     if len(everyone) > 1 or len(tensors) < len(said):
         problem = problem or _tensor_difference(everyone, tensors)
+    if problem is None and getattr(comm, "checked", False):
+        problem = _value_difference(held, comm)
     # All ranks find the same problem without messages; `together` makes one error of it.
     if problem := problem or _cover_problem(tensors.values(), all_boxes):
         with comm.together(doing):
@@ -103,6 +106,19 @@ def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description
                     f"the ranks save different tensors: {name!r} is {expected} on rank {teller}, "
                     f"but {said or 'an empty list of shards'} on rank {rank}"
                 )
+    return None
+
+
+def _value_difference(held: list[Local], comm: Ranks) -> str | None:
+    """A message about the first array that has other values on another rank, or None. Collective; for checked mode."""
+    digests = {
+        local.name: [xxhash.xxh3_128_hexdigest(part.array) for part in local.boxes] for local in held if local.whole
+    }
+    first, *others = comm.all_gather_object(digests)
+    for rank, theirs in enumerate(others, 1):
+        for name, digest in theirs.items():
+            if digest != first[name]:
+                return f"tensor {name!r} has other values on rank {rank} than on rank 0; expected an array that all have, or Shards"
     return None
 
 

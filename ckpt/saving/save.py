@@ -58,8 +58,9 @@ def save(
     Args:
         comm: a `collectives.Communicator`, such as `collectives.world()`, whose ranks save one checkpoint together. None: only this
             process saves; if there are several ranks, each one saves its own tensors to its own path.
-        tensors: name -> array, which is the same on all ranks, and which one of them writes; or `Shard`, this rank's box of a tensor
-            that the ranks' boxes cover exactly; or a list of Shards, the rank's boxes of one tensor, which may be empty. Arrays are
+        tensors: name -> array, which is the same on all ranks, and which one of them writes (only checked mode compares the values); or
+            `Shard`, this rank's box of a tensor that the ranks' boxes cover exactly; or a list of Shards, the rank's boxes of one
+            tensor, which may be empty. Arrays are
             contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16, fp32, fp64, complex64, complex128 and the
             kinds of float8. A "/" in a name makes HDF5 groups.
         meta: a JSON-like dict, nested up to 400 deep; the dict of rank 0 is saved.

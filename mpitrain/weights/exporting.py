@@ -14,6 +14,7 @@ from ckpt.storage.catalog import check_outside
 from ckpt.storage.local import Output
 from ckpt.storage.places import local_path
 from collectives.arrays.dtypes import dtype_of
+from mpitrain.weights.buffers import persistent_buffers, warn_of_differences
 from mpitrain.weights.targets import Target, begin, chunks_on_rank0, ranks_of_model, weights_of
 
 
@@ -28,9 +29,9 @@ def export_weights(
 ) -> None:
     """Write the whole weights of a model, sharded or not, as safetensors files with Hugging Face's names. Collective.
 
-    Each rank needs memory for 16 MiB and one copy of them. Tied weights are written once, under the first of their names;
-    buffers are those of rank 0. Between two outer steps of `DiLoCo` the weights are the outer parameters. Files get their names when
-    all of them are complete.
+    Each rank needs memory for 16 MiB and one copy of them. Tied weights are written once, under the first of their names. Buffers are
+    those of data rank 0. Between two outer steps of `DiLoCo` the weights are the outer parameters. Files get their names when all of
+    them are complete.
 
     Args:
         path: a folder for `model.safetensors`, or, if this file were longer than `max_file_bytes`, for several files and an index.
@@ -44,6 +45,7 @@ def export_weights(
         RuntimeError: in the middle of a step or within `unshard`.
     """
     comm, over = begin(model, "export_weights"), ranks_of_model(model)
+    warn_of_differences(persistent_buffers(model), over, "export_weights", stacklevel=4)
     rank0 = comm.rank == 0
     targets = {target.names[0]: target for target in weights_of(model)}
     tensors = [_as_written(name, target, dtype) for name, target in targets.items()]

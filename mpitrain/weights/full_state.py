@@ -8,6 +8,7 @@ from torch import nn
 
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
+from mpitrain.weights.buffers import persistent_buffers, warn_of_differences
 from mpitrain.weights.files import some
 from mpitrain.weights.targets import Target, begin, chunks_on_rank0, fill, ranks_of_model, targets_of, weights_of
 
@@ -17,11 +18,12 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Tensors come in chunks, one after the other: a rank other than 0 needs memory for 16 MiB only. The values are those of the masters,
     which the optimizer updates, and not those that `param_dtype` or `wire_weights` of `fully_shard` makes of them. Between two outer
-    steps of `DiLoCo` they are the outer parameters.
+    steps of `DiLoCo` they are the outer parameters. Buffers are those of data rank 0.
     """
     comm = ranks_of_model(model)
     if comm is None:
         return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    warn_of_differences(persistent_buffers(model), comm, "full_state_dict", stacklevel=3)
     targets = weights_of(model)
     chunks = chunks_on_rank0(targets, [target.tensor.dtype for target in targets], comm)
     full: dict[str, torch.Tensor] = {}

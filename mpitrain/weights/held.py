@@ -49,6 +49,12 @@ class Held:
         return is_copy_of(self._model, owner, part)
 
 
+def of_one_rank(value: torch.Tensor, *, is_mine: bool) -> Any:
+    """A tensor that several ranks hold whole, so that one of them saves it."""
+    data = value if is_mine else value.reshape(-1)[:0].reshape((0,) * value.ndim or (0,))
+    return ckpt.Shard(data, value.shape, (0,) * value.ndim)
+
+
 class HeldByCopy(Held):
     """The same of tensors that each copy of the model has of its own: they get one more dimension in front, with a row for each copy.
 

@@ -25,13 +25,15 @@ from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
+from mpitrain.weights.buffers import persistent_buffers, warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
+from mpitrain.weights.held import of_one_rank
 from mpitrain.weights.saved import Saved, look
 from mpitrain.weights.saved_compression import Read, SavedCompression
 from mpitrain.weights.saved_model import SavedModel
 from mpitrain.weights.saved_optimizer import SavedOptimizer, names_of
 from mpitrain.weights.stages import with_other_stages
-from mpitrain.weights.targets import ranks_of_model
+from mpitrain.weights.targets import is_first_holder, ranks_of_model
 
 
 class Source(Protocol):
@@ -81,7 +83,8 @@ def save(
 ) -> None:
     """Write a checkpoint of a model, its optimizer and an average of its weights. Collective over the ranks of a sharded model.
 
-    The state of `compress_gradients` and of `DiLoCo` belongs to the model. In local steps the model's tensors are the outer parameters:
+    Buffers, such as BatchNorm's statistics, are those of data rank 0: `sync_buffers` makes them the same. The state of
+    `compress_gradients` and of `DiLoCo` belongs to the model. In local steps the model's tensors are the outer parameters:
     see by_copy.py.
 
     `comm`: for a model that is not sharded, the ranks that all hold this model and make this call; None: only this process saves.
@@ -107,8 +110,14 @@ def collect(
     for kind in _kinds(model, optimizer, ema, stages):
         described |= kind.meta()  # first: it raises errors on all ranks
         everything |= kind.tensors()
+    buffers = {name: buffer for name, buffer in persistent_buffers(model).items() if f"model/{name}" in everything}
+    of_first = {f"model/{name}" for name in buffers}
+    warn_of_differences(buffers, comm, "mpitrain.save", stacklevel=4)
     if stages is not None and comm is not None and stages.size > 1:
-        everything = with_other_stages(everything, stages, comm)
+        everything = with_other_stages(everything, stages, comm, of_first=of_first)
+    elif comm is not None and comm.size > 1:
+        is_first = is_first_holder(model, comm)
+        everything |= {name: of_one_rank(everything[name], is_mine=is_first) for name in of_first}
     return Collected(_on_host(everything), described, comm)
 
 

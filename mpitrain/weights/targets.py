@@ -9,7 +9,7 @@ from torch import nn
 
 from ckpt.ranks import Ranks, ranks_of
 from collectives import Communicator
-from mpitrain.parts import Box, Part, Piece, part_of, stages_of
+from mpitrain.parts import Box, Part, Piece, part_of, stages_of, tensor_ranks_of
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.step import Phase
 from mpitrain.sharding.unit.parameter import ShardedParameter
@@ -99,13 +99,30 @@ def _own_targets(model: nn.Module) -> list[Target]:
 
 
 def is_copy_of(model: nn.Module, owner: ShardedParameter | None, part: Part | None) -> bool:
-    """Whether a rank before this one has the same elements of a parameter. `owner`: its shards; None if `fully_shard` left it alone."""
+    """Whether a rank before this one has the same elements of a parameter, or the same buffer.
+
+    `owner`: its shards; None if `fully_shard` left it alone. `part`: its part; None also for a buffer.
+    """
+    if part is None and owner is None:
+        return not is_first_holder(model)
     if part is not None and not part.is_first:
         return True
     if owner is not None:
         return owner.ranks.replicate.rank > 0
     over = sharded_over(model)
     return over is not None and over.data_parallel.rank > 0
+
+
+def is_first_holder(model: nn.Module, comm: Communicator | None = None) -> bool:
+    """Whether no rank before this one has the same stages of the model: it is data rank 0, whose buffers are saved and exported.
+
+    `comm`: the ranks that all hold a model that is not sharded; None: this process alone.
+    """
+    over = sharded_over(model)
+    if over is not None:
+        return over.all_holders.rank == 0
+    alike = tensor_ranks_of(model.parameters()) or comm
+    return alike is None or alike.rank == 0
 
 
 def chunks_on_rank0(
