@@ -1,5 +1,6 @@
 """Saving: all ranks check and agree, each writes its blocks into the stage, rank 0 writes index and manifest, and commits."""
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,8 +69,8 @@ def save(
             of files. There are no more files than ranks.
         driver: "posix": each rank writes its ranges with `pwrite`. "mpio": with parallel HDF5, each rank independently;
             "mpio-collective": all ranks together. The files are the same.
-        background: return as soon as the values are copied to host memory; a thread writes them. `ckpt.wait()`, or the next
-            save over `comm` (with None: of the same thread), waits for the end and raises the errors.
+        background: return as soon as the values and the meta are copied to host memory; a thread writes them. `ckpt.wait()`, or the
+            next save over `comm` (with None: of the same thread), waits for the end and raises the errors.
         copies: other places, folders that all nodes see or URLs that fsspec knows ("s3://bucket/run"). The finished checkpoint is
             copied to each place under its name, and read back. If a copy fails, rank 0 gives a RuntimeWarning, no files of the copy
             stay, and the checkpoint is valid. `keep` holds in each place. The list of rank 0 is used.
@@ -97,7 +98,7 @@ def save(
             problem = f"keep={keep} neither counts nor removes {checked.name!r}, whose name ends with no step"
             warnings.warn(f"{problem}; expected a name such as step-00000100, or no keep", RuntimeWarning, stacklevel=3)
         held = inspect(tensors)
-        encode_meta(meta or {})
+        line = encode_meta(meta or {})
     arguments = Arguments(os.path.normpath(path), files, driver, bool(background), keep, keep_every, bool(overwrite))
     agreed = agree(held, arguments, comm, _DOING)
     plan = _plan(agreed, files, comm)
@@ -116,7 +117,8 @@ def save(
                 board = stage.make_board() if background and comm.size > 1 else None
                 opened = stage.path, stage.final, board, places
         folder, final, board, places = comm.broadcast_object(opened)
-        retention, of_save = Retention(keep, keep_every), dict(meta or {})
+        # Of the meta at this call, because the caller may change what is in it while a thread saves.
+        retention, of_save = Retention(keep, keep_every), json.loads(line) if comm.rank == 0 else {}
         if buffer is not None:
             # From here until the start of the thread only Ctrl-C can fail, so the ranks need not agree again.
             mine = copied(mine, buffer)

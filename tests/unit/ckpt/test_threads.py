@@ -1,5 +1,6 @@
 """Threads that save at the same time: each its own values, each its own errors, none in the way of another."""
 
+import copy
 import gc
 import os
 import threading
@@ -14,6 +15,7 @@ from thread_ranks import on_ranks
 import ckpt
 from ckpt.commit import atomic
 from ckpt.saving import background, buffers
+from ckpt.saving import save as saving
 from ckpt.storage.catalog import LATEST_NAME
 from ckpt.storage.local_path import LocalPath
 
@@ -46,6 +48,40 @@ def value_of(path):
     x = checkpoint["x"].read()
     assert (x == x[0]).all() and x[0] == checkpoint["s"].read(), path
     return int(x[0])
+
+
+def test_a_save_in_the_background_has_what_there_was_at_the_call(tmp_path, monkeypatch):
+    """Values, lists and dicts at any depth; also if the program changes them before the thread has begun."""
+    changed = threading.Event()
+    original = saving.write_index
+
+    def write_index(*args):
+        assert changed.wait(20)
+        original(*args)
+
+    monkeypatch.setattr(saving, "write_index", write_index)
+    at_call = {"data": {"position": 7, "files": [["a", 1], {"b": [2.5]}]}, "steps": [1]}
+    meta = copy.deepcopy(at_call)
+    x, scalar, shape, offset = np.zeros(10), np.array(3), [10], [0]
+    tensors = {"x": x, "scalar": scalar, "shard": [ckpt.Shard(x, shape, offset)]}
+    places = [tmp_path / "copies"]
+    ckpt.save(tmp_path / "c", tensors, comm=None, meta=meta, copies=places, background=True)
+    meta["data"]["position"], meta["data"]["files"][1]["b"][0] = 8, 9
+    meta["data"]["files"][0].append("c")
+    meta["steps"].clear()
+    meta["more"] = 1
+    x += 1
+    scalar += 1
+    shape[0], offset[0] = 20, 5
+    tensors["other"] = x
+    places.append(tmp_path / "elsewhere")
+    changed.set()
+    ckpt.wait()
+    for place in (tmp_path, tmp_path / "copies"):
+        saved = ckpt.open(place / "c")
+        assert saved.meta == at_call and list(saved.names) == ["scalar", "shard", "x"]
+        assert saved["x"][...].tolist() == saved["shard"][...].tolist() == [0] * 10 and saved["scalar"][...] == 3
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_saves_in_the_background_hold_the_values_of_their_thread(tmp_path):

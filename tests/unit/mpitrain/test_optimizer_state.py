@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn, optim
 
 import ckpt
 import mpitrain
+from ckpt.saving import save as saving
 from mpitrain.weights.plain_values import decoded, encoded, small_tensor
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
@@ -202,6 +204,33 @@ def test_settings_that_the_checkpoint_does_not_have_go(tmp_path: Path) -> None:
     assert_same(optimizer.state_dict(), before)
     mpitrain.load(tmp_path / "more", model, optimizer)
     assert_same(optimizer.state_dict(), with_more)
+
+
+def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is no tensor, if the training goes on before the thread has begun."""
+    changed, original = threading.Event(), saving.write_index
+
+    def write_index(*args: Any) -> None:
+        assert changed.wait(20)
+        original(*args)
+
+    monkeypatch.setattr(saving, "write_index", write_index)
+    model, optimizer = in_groups("w+b", plan={"warmup": [5]})
+    train(model, optimizer, 1)
+    group = optimizer.param_groups[0]
+    group |= {"lr": torch.tensor(0.1), "rates": np.ones(2)}
+    optimizer.state[model[0].weight]["seen"] = [1]
+    expected = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    mpitrain.save(tmp_path / "c", model, optimizer, background=True)
+    group["lr"].fill_(7)
+    group["rates"][0] = 7
+    group["plan"]["warmup"].append(7)
+    optimizer.state[model[0].weight]["seen"].append(7)
+    train(model, optimizer, 1)
+    changed.set()
+    ckpt.wait()
+    mpitrain.load(tmp_path / "c", model, optimizer)
+    assert_same((model.state_dict(), optimizer.state_dict()), expected)
 
 
 def test_a_tensor_that_groups_share_stays_one(tmp_path: Path) -> None:
