@@ -1,6 +1,6 @@
 """The tensors that a caller passes: whole arrays, Shards, or lists of Shards. This module checks them for saving and loading."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -8,6 +8,7 @@ import numpy as np
 
 from ckpt.format.boxes import Box, Shape
 from ckpt.format.manifest import MAX_NDIM, axes_error, name_error, nesting_error
+from ckpt.views import stand_in
 from collectives.arrays.buffer import as_numpy, is_jax
 from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
 
@@ -49,10 +50,11 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LocalBox(msgspec.Struct, frozen=True):
-    """An array in this rank's memory: the `box` of a tensor."""
+    """An array in this rank's memory: the `box` of a tensor. `bring`: brings the loaded values from `array` to the caller's view."""
 
     box: Box
     array: np.ndarray
+    bring: Callable[[], Any] | None = None
 
     def chunks(self, nbytes: int) -> Sequence[memoryview]:
         return chunks_of(self.array, nbytes)
@@ -78,7 +80,8 @@ class Local(msgspec.Struct, frozen=True):
 
 
 def inspect(tensors: Mapping[str, Any], *, writable: bool = False) -> list[Local]:
-    """The tensors, sorted by name, as views without a copy. TypeError or ValueError with the name of a tensor that cannot be used.
+    """The tensors, sorted by name, without a copy of any but views (views.py). TypeError or ValueError with the name of a tensor that
+    cannot be used.
 
     `writable`: a load will fill the tensors.
     """
@@ -124,6 +127,7 @@ def _of_one(name: str, data: Any, shard: Shard | None, writable: bool) -> Local:
             f"tensor {name!r} is a JAX array, which cannot be filled; ckpt.open(path).to_jax() makes new ones, also in parts"
         )
     try:
+        data, bring = stand_in(data, f"tensor {name!r}", writable=writable)
         array = as_numpy(data, writable=writable, name=f"tensor {name!r}")
         dtype = dtype_of(array.dtype).name
     except DTypeError:
@@ -144,5 +148,5 @@ def _of_one(name: str, data: Any, shard: Shard | None, writable: bool) -> Local:
         raise ValueError(f"tensor {name!r} has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}")
     if axes is not None and (problem := axes_error(axes, len(shape))):
         raise ValueError(f"tensor {name!r}: {problem}")
-    boxes = (LocalBox(box, array),) if array.size else ()
+    boxes = (LocalBox(box, array, bring),) if array.size else ()
     return Local(name, Description(name, dtype, shape, shard is None, axes), boxes)

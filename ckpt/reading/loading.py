@@ -38,8 +38,8 @@ def load(
     """Fill `tensors` in place from the checkpoint `path`, a folder or a URL, and return its `meta`. Collective over `comm`; None means
     only this process.
 
-    `tensors`: name -> a writable contiguous array for the whole tensor; or a `Shard`, any box of it, for any boxes and any number of
-    ranks of the save; or a list of Shards, which may be empty. The ranks may request different tensors.
+    `tensors`: name -> a writable array for the whole tensor, each element with memory of its own; or a `Shard`, any box of it, for any
+    boxes and any number of ranks of the save; or a list of Shards, which may be empty. The ranks may request different tensors.
     `strict`: requested names that are not stored, and stored names that are not requested, are an error; otherwise the former keep
     their values and the latter are ignored. `only`: a pattern such as "model/*", or several; all tensors whose name matches none of
     them are ignored. A pattern that matches no stored tensor is an error, also if not `strict`.
@@ -75,6 +75,8 @@ def load(
                     for local in wanted:
                         for part in local.boxes:
                             _fill(part, manifest.tensors[local.name], reader)
+                            if part.bring is not None:
+                                part.bring()
                 return manifest.meta
             except (CheckpointError, OSError) as error:
                 failure = error

@@ -61,9 +61,8 @@ def save(
             process saves; if there are several ranks, each one saves its own tensors to its own path.
         tensors: name -> array, which is the same on all ranks, and which one of them writes (only checked mode compares the values); or
             `Shard`, this rank's box of a tensor that the ranks' boxes cover exactly; or a list of Shards, the rank's boxes of one
-            tensor, which may be empty. Arrays are
-            contiguous NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16, fp32, fp64, complex64, complex128 and the
-            kinds of float8. A "/" in a name makes HDF5 groups.
+            tensor, which may be empty. Arrays are NumPy arrays or torch CPU tensors of bool, integers, fp16, bf16, fp32, fp64,
+            complex64, complex128 and the kinds of float8; one that is not contiguous is copied first. A "/" in a name makes groups.
         meta: a JSON-like dict, nested up to 400 deep; the dict of rank 0 is saved.
         files: the data files: "rank", one for each rank that has blocks to write; "node", one per node; "one"; or the largest number
             of files. There are no more files than ranks.

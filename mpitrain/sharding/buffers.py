@@ -8,25 +8,39 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ckpt.views import plain, shares_elements
 from mpitrain.sharding.unit.registry import sharded_over, slices_of, units_of
 
 
 def with_memory(model: nn.Module, name: str) -> torch.Tensor:
-    """A buffer of a model, by its name. If the buffer is on the meta device, an empty one on the model's device takes its place.
+    """A buffer of a model, by its name, that can be written to.
 
-    `fully_shard` gives memory to parameters only.
+    If the buffer is on the meta device, an empty one on the model's device takes its place: `fully_shard` gives memory to parameters
+    only. If its elements share memory, as those of an expanded tensor do, a copy takes its place.
     """
     buffer = model.get_buffer(name)
+    if not lacks_memory(buffer):
+        return buffer
     if buffer.is_meta:
         flats = [flat for unit in units_of(model) for flat in unit.flats]
-        buffer = torch.empty_like(buffer, device=flats[0].device if flats else "cpu")
-        _replace(model, name, buffer)
-    return buffer
+        made = torch.empty(buffer.shape, dtype=buffer.dtype, device=flats[0].device if flats else "cpu")
+    else:
+        made = buffer.detach().clone(memory_format=torch.contiguous_format)
+    _replace(model, buffer, made)
+    return made
 
 
-def _replace(model: nn.Module, name: str, buffer: torch.Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    model.get_submodule(path)._buffers[last] = buffer
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory, or elements that share it, so that it cannot be filled."""
+    return tensor.is_meta or (tensor.layout == torch.strided and shares_elements(tensor.shape, tensor.stride()))
+
+
+def _replace(model: nn.Module, buffer: torch.Tensor, new: torch.Tensor) -> None:
+    """Put `new` in all places of the model that have `buffer`."""
+    for module in model.modules():
+        for name, held in module._buffers.items():
+            if held is buffer:
+                module._buffers[name] = new
 
 
 @torch.no_grad()
@@ -45,7 +59,7 @@ def sync_buffers(model: nn.Module, how: Literal["average", "broadcast"] = "avera
     for name, buffer in list(model.named_buffers(remove_duplicate=how == "average")):
         if buffer.is_meta:
             continue
-        values = buffer.detach().resolve_conj().contiguous()
+        values = plain(buffer.detach())
         parts = torch.view_as_real(values) if values.is_complex() else values
         try:
             if how == "average" and parts.is_floating_point():
@@ -58,4 +72,4 @@ def sync_buffers(model: nn.Module, how: Literal["average", "broadcast"] = "avera
         except TypeError as error:
             raise TypeError(f"buffer {name}: {error}") from error
         if values.data_ptr() != buffer.data_ptr():
-            _replace(model, name, values)  # an expanded or conjugated buffer cannot be written to
+            _replace(model, buffer, values)  # an expanded or conjugated buffer cannot be written to

@@ -51,6 +51,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
     comm = begin(model, "load_full_state_dict")
     over = ranks_of_model(model)
     if over is None:
+        for name, buffer in list(model.named_buffers()):
+            if not buffer.is_meta:
+                with_memory(model, name)  # torch refuses to fill an expanded buffer
         model.load_state_dict(state_dict, strict=strict)
         return
     targets = {name: target for target in targets_of(model) for name in target.names}
@@ -61,9 +64,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *, str
         if comm.rank == 0:
             whole.copy_(state_dict[name])
         over.broadcast(whole)
-        is_meta_buffer = target.tensor.is_meta and not isinstance(target.tensor, nn.Parameter)
-        tensor = with_memory(model, name) if is_meta_buffer else target.tensor
-        fill(tensor, target, lambda place, whole=whole: whole[place])  # type: ignore[misc]
+        fill(model, target, lambda place, whole=whole: whole[place])  # type: ignore[misc]
 
 
 def _found(targets: Mapping[str, Target], given: Mapping[str, Any], strict: bool) -> dict[str, torch.dtype]:

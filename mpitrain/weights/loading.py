@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from mpitrain.rank0 import on_rank0
-from mpitrain.sharding.buffers import with_memory
 from mpitrain.weights.files import FileTensor, Rename, find, opened, some
 from mpitrain.weights.targets import Target, begin, fill, targets_of
 
@@ -104,5 +103,4 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
 
 def _fill(target: Target, content: Any, entry: FileTensor, view: Any, model: nn.Module) -> None:
     """Copy this rank's boxes from the pages of the mapped file, without a buffer."""
-    tensor = with_memory(model, target.names[0]) if target.tensor.is_meta else target.tensor
-    fill(tensor, target, lambda place: view[place] if place else content.get_tensor(entry.name))
+    fill(model, target, lambda place: view[place] if place else content.get_tensor(entry.name))

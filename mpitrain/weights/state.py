@@ -19,11 +19,12 @@ from torch import nn
 
 import ckpt
 from ckpt.ranks import ranks_of
+from ckpt.views import plain
 from collectives import Communicator
 from mpitrain.parts import stages_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
-from mpitrain.sharding.buffers import with_memory
+from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.weights.buffers import persistent_buffers, warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
@@ -165,6 +166,7 @@ def load(
         )  # first: in local steps the model's tensors are the outer parameters
     wanted = dict(tensors or {})
     with ranks.together(doing):
+        _check_room(wanted)
         for kind in kinds:
             wanted |= kind.room(there)
     wanted = _with_names_of_all_stages(wanted, stages)
@@ -222,12 +224,19 @@ def _write_back(model: nn.Module, wanted: Mapping[str, Any], arrays: Mapping[str
         for target, filled in zip(_data(value), _data(arrays[name]), strict=True):
             if not isinstance(target, torch.Tensor):
                 continue
-            if target.is_meta:
+            if name.startswith("model/") and lacks_memory(target):
                 target = with_memory(model, name.removeprefix("model/"))
             if target.data_ptr() != filled.data_ptr():
                 target.copy_(filled)
             else:  # the load wrote to `target` itself, unseen by autograd
                 torch.autograd.graph.increment_version(target)
+
+
+def _check_room(tensors: Mapping[str, Any]) -> None:
+    """ValueError for a tensor of the caller that cannot be filled."""
+    for name, value in tensors.items():
+        if any(isinstance(data, torch.Tensor) and lacks_memory(data) for data in _data(value)):
+            raise ValueError(f"tensor {name!r} is expanded or on the meta device; expected memory for each element")
 
 
 def _data(value: Any) -> list[Any]:
@@ -237,7 +246,7 @@ def _data(value: Any) -> list[Any]:
 
 
 def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors, made contiguous and in host memory for `ckpt`. Tensors that already are so are not copied."""
+    """The tensors, with plain values and in host memory for `ckpt`. Tensors that already are so are not copied."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -245,7 +254,7 @@ def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, ckpt.Shard):
             return ckpt.Shard(moved(value.data), value.shape, value.offset, value.axes)
         if isinstance(value, torch.Tensor) and value.is_meta:  # a buffer that is about to be loaded
-            return torch.zeros_like(value, device="cpu")
-        return value.cpu().contiguous() if isinstance(value, torch.Tensor) else value
+            return torch.zeros(value.shape, dtype=value.dtype)
+        return plain(value.cpu()) if isinstance(value, torch.Tensor) else value
 
     return {name: moved(value) for name, value in tensors.items()}

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from ckpt.ranks import Ranks, ranks_of
+from ckpt.views import plain
 from collectives import Communicator
 from mpitrain.parts import Box, Part, Piece, part_of, stages_of, tensor_ranks_of
+from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.step import Phase
 from mpitrain.sharding.unit.parameter import ShardedParameter
@@ -130,6 +132,8 @@ def chunks_on_rank0(
 ) -> Iterator[torch.Tensor]:
     """On rank 0 the whole tensors, one after the other, in chunks of at most 16 MiB (or one row), in host memory. Collective.
 
+    Tensors without elements have no chunk.
+
     The other ranks send their boxes meanwhile, and get nothing. `dtypes`: those of the chunks. `comm`: the ranks of the model, or None.
     """
     mine = [[piece.box for piece in target.pieces or () if not target.is_copy] for target in targets]
@@ -137,6 +141,8 @@ def chunks_on_rank0(
     for index, (target, dtype) in enumerate(zip(targets, dtypes, strict=True)):
         dim = next((d for d, length in enumerate(target.shape) if length > 1), 0)
         num_rows = target.shape[dim] if target.shape else 1
+        if 0 in target.shape:
+            continue
         count = max(_CHUNK_BYTES // max(prod(target.shape) // max(num_rows, 1) * dtype.itemsize, 1), 1)
         for start in range(0, num_rows, count):
             stop = min(start + count, num_rows)
@@ -147,7 +153,7 @@ def chunks_on_rank0(
                         if target.shape
                         else target.tensor.detach()
                     )
-                    yield rows.to("cpu", dtype).contiguous()
+                    yield _on_host(rows, dtype)
                 continue
             shape = tuple(stop - start if d == dim else n for d, n in enumerate(target.shape))
             chunk = torch.empty(shape if me == 0 else 0, dtype=dtype)
@@ -159,7 +165,7 @@ def chunks_on_rank0(
                     within, in_chunk = places
                     if me == owner:
                         part = target.tensor.detach()[target.pieces[number].place]
-                        values = (part[within] if target.shape else part).to("cpu", dtype).contiguous()
+                        values = _on_host(part[within] if target.shape else part, dtype)
                         if owner and comm is not None:
                             comm.send(_bytes(values), 0)
                     elif me == 0 and comm is not None:
@@ -173,6 +179,10 @@ def chunks_on_rank0(
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
     return values.view(-1).view(torch.uint8)
+
+
+def _on_host(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return plain(values.to("cpu", dtype))
 
 
 def _rows(box: Box, dim: int, start: int, stop: int) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -192,8 +202,11 @@ def _rows(box: Box, dim: int, start: int, stop: int) -> tuple[tuple[slice, ...],
     return within, in_chunk
 
 
-def fill(tensor: torch.Tensor, target: Target, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
-    """Fill this rank's part. `read(place)`: the values at these indices of the whole tensor."""
+def fill(model: nn.Module, target: Target, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
+    """Fill this rank's part of a tensor of `model`. `read(place)`: the values at these indices of the whole tensor."""
+    tensor = target.tensor
+    if lacks_memory(tensor) and not isinstance(tensor, nn.Parameter):
+        tensor = with_memory(model, target.names[0])
     if target.pieces is None:
         tensor.detach().copy_(read((slice(None),) * len(target.shape)).view(tensor.shape))
         return

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ckpt.views import plain
 from collectives import Communicator
 from mpitrain.optim.spread import mark_spread
 from mpitrain.parts import mark_part, part_of
@@ -171,6 +172,6 @@ class FlatParameters:
 def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: ShardBox, comm: Communicator) -> None:
     """Fill a shard from rank 0's parameter: ranks with different seeds must not mix their models. Collective."""
     with torch.no_grad():
-        values = original.detach().resolve_conj().contiguous()
+        values = plain(original.detach())
         comm.broadcast(values)
         shard.copy_(rows_of(values, box))

@@ -84,10 +84,12 @@ class Layout:
     def box(self, index: int, rank: int) -> ShardBox:
         """The part of parameter `index` on rank `rank`; 0 rows if the rank has no part.
 
-        A scalar is a vector of one element here, since no scalar can be empty.
+        A scalar is a vector of one element here, since no scalar can be empty. A parameter without elements is whole on each rank.
         """
         extent = self.extents[index]
         shape = extent.shape or (1,)
+        if not extent.numel:
+            return ShardBox(shape, (0,) * len(shape), shape, extent.start)
         begin = min(max(self.bounds[rank], extent.start), extent.stop)
         end = max(min(self.bounds[rank + 1], extent.stop), begin)
         first, last = (begin - extent.start) // extent.row, (end - extent.start) // extent.row

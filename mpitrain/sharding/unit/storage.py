@@ -227,8 +227,10 @@ def _raw(flat: torch.Tensor) -> Any:
 
     `Tensor.numpy()` would not do: after it torch refuses to empty and refill the storage.
     """
-    if flat.device.type != "cpu" or not flat.numel():
+    if flat.device.type != "cpu":
         return flat
+    if not flat.numel():
+        return np.empty(0, dtype_of(flat.dtype).numpy)
     memory = (ctypes.c_uint8 * (flat.numel() * flat.itemsize)).from_address(flat.data_ptr())
     memory.owner = flat  # type: ignore[attr-defined]  # lives as long as the array, which a progress thread may write to still
     return np.ctypeslib.as_array(memory).view(dtype_of(flat.dtype).numpy)

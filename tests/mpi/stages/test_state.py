@@ -15,19 +15,25 @@ from tests.mpi.stages.test_parity import MICRO, adamw, batches, gpt, targets, ti
 
 
 class Counted(nn.Module):
-    """A plain module with a buffer and a scalar parameter, in the place of a block's second norm."""
+    """A plain module with buffers, some of them views, a scalar parameter and one without elements, in the place of a block's second
+    norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.register_buffer("number", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("expanded", torch.ones(1).expand(width))
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).T)
+        self.register_buffer("negated", torch.polar(torch.ones(3), torch.arange(3.0)).conj().imag)
+        self.register_buffer("nothing", torch.empty(2, 0))
         self.gain = nn.Parameter(torch.tensor(1.0))
+        self.none = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
             self.number += 1  # type: ignore[operator]
             self.mean += x.detach().mean((0, 1))  # type: ignore[operator]
-        return self.gain * x
+        return self.gain * x + self.none.sum()
 
 
 def counted() -> LanguageModel:

@@ -203,9 +203,8 @@ def test_shapes_and_dtypes_that_do_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "error", "message"),
     [
-        ({"x": np.zeros((4, 4))[:, ::2]}, ValueError, "tensor 'x' is not contiguous"),
         ({"x": np.zeros(3, object)}, TypeError, "not supported"),
-        ({"x": torch.zeros(3, dtype=torch.complex64).conj()}, TypeError, "conjugate bit"),
+        ({"x": np.zeros((4, 4), ">f4")[:, ::2]}, TypeError, "byte order"),
         ({"x": [1, 2]}, TypeError, "tensor 'x' is a builtins.list"),
         ({"a//b": np.zeros(1)}, ValueError, "'a//b'"),
         ({"a": np.zeros(1), "a/b": np.zeros(1)}, ValueError, "is a tensor and also the group"),
@@ -243,21 +242,6 @@ def test_read_only_arrays_cannot_be_loaded_into(tmp_path):
     array.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         ckpt.load(path, {"x": array})
-
-
-@pytest.mark.parametrize("array", [np.zeros((3, 2)).T, torch.zeros(3, 2).double().T])
-def test_arrays_that_are_not_contiguous_cannot_be_loaded_into(tmp_path, array):
-    path = ckpt.save(tmp_path / "a", {"x": np.ones((2, 3))}, comm=None)
-    with pytest.raises(
-        ValueError,
-        match=r"^tensor 'x' is not contiguous .*; an operation writes to this array only if it is contiguous: pass a",
-    ) as raised:
-        ckpt.load(path, {"x": array})
-    assert "ascontiguousarray" not in str(raised.value) and ".contiguous()" not in str(raised.value)
-    through = np.ascontiguousarray(array)  # what it says
-    ckpt.load(path, {"x": through})
-    array[...] = through if isinstance(array, np.ndarray) else torch.from_numpy(through)
-    assert array.min() == 1
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def test_boxes_are_whole_rows_that_cover_each_parameter_once(shapes: list[tuple[
                 assert layout.bounds[rank] <= box.start and box.start + box.numel <= layout.bounds[rank + 1]
             else:
                 assert place.start <= box.start <= place.stop
+            if not place.numel:
+                assert box.shape == box.full_shape, "without elements it is whole on each rank"
         assert sum(layout.box(index, rank).numel for rank in range(num_ranks)) == place.numel
 
 
