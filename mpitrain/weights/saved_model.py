@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpitrain.sharding import EMA
@@ -16,6 +17,7 @@ class SavedModel:
 
     def __init__(self, model: nn.Module, ema: EMA | None) -> None:
         self._model, self._ema = model, ema
+        self._narrow: dict[str, torch.Tensor] = {}  # averages of a load, in the 16 bits that older versions averaged in
 
     def tensors(self) -> dict[str, Any]:
         return self._held(is_saved=True)
@@ -24,10 +26,21 @@ class SavedModel:
         return {}
 
     def room(self, there: There) -> dict[str, Any]:
-        return self._held(is_saved=False)
+        found, held = self._held(is_saved=False), Held(self._model, is_saved=False)
+        params = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, average in ({} if self._ema is None else self._ema.tensors).items():
+            stored = there.tensors.get(f"ema/{name}")
+            if stored is not None and stored.dtype in ("bfloat16", "float16") and average.dtype == torch.float32:
+                self._narrow[name] = torch.empty_like(average, dtype=getattr(torch, stored.dtype))
+                found[f"ema/{name}"] = held(self._narrow[name], params[name])
+        return found
 
+    @torch.no_grad()
     def loaded(self, there: There) -> None:
-        pass
+        for name, narrow in self._narrow.items():
+            assert self._ema is not None
+            self._ema.tensors[name].copy_(narrow)
+        self._narrow.clear()
 
     def _held(self, *, is_saved: bool) -> dict[str, Any]:
         held, diloco = Held(self._model, is_saved=is_saved), diloco_of(self._model)

@@ -12,8 +12,9 @@ from mpitrain.sharding.swapping import swap_values
 class EMA:
     """The average of this rank's shards: `average = decay * average + (1 - decay) * weights` at each `update()`.
 
-    The average is of parameters that require gradients, in the dtype of the shards. It needs as much memory as the shards, and no
-    communication (Polyak and Juditsky 1992). Most generative models use such an average for evaluation.
+    The average is of parameters that require gradients, in the dtype of the shards. Of shards in bf16 or fp16 it is in fp32, because
+    the small changes of a slow average would be rounded away. It needs as much memory as shards of its dtype, and no communication
+    (Polyak and Juditsky 1992). Most generative models use such an average for evaluation. Buffers are not averaged.
 
         ema = mpitrain.EMA(model, 0.999)
         optimizer.step(); ema.update()
@@ -27,19 +28,31 @@ class EMA:
             raise ValueError(f"EMA: decay {decay}; expected at least 0 and less than 1")
         self.decay = decay
         self._params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self.tensors: dict[str, torch.Tensor] = {name: param.detach().clone() for name, param in self._params.items()}
-        """The average, by the parameters' names."""
+        self.tensors: dict[str, torch.Tensor] = {
+            name: param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+            for name, param in self._params.items()
+        }
+        """The average, by the parameters' names. Within `swapped` a tensor in the dtype of its shard has the weights instead."""
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the current weights to the average. Call it after the optimizer's step, outside of forward and backward."""
-        torch._foreach_lerp_(list(self.tensors.values()), list(self._params.values()), 1 - self.decay)
+        pairs = [(average, self._params[name]) for name, average in self.tensors.items()]
+        alike = [(average, param) for average, param in pairs if average.dtype == param.dtype]
+        if alike:
+            torch._foreach_lerp_(*map(list, zip(*alike, strict=True)), 1 - self.decay)
+        for average, param in pairs:  # one by one, for the memory of the converted weights
+            if average.dtype != param.dtype:
+                average.lerp_(param.to(average.dtype), 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """In the block the model has the averaged weights. All ranks enter the block together. Do not train in it."""
-        swap_values(self._params, self.tensors)
+        shown = {
+            name: average.to(self._params[name].dtype) for name, average in self.tensors.items()
+        }  # else the tensors themselves
+        swap_values(self._params, shown)
         try:
             yield
         finally:
-            swap_values(self._params, self.tensors)
+            swap_values(self._params, shown)

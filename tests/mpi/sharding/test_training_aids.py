@@ -61,6 +61,40 @@ def test_an_average_of_the_weights(comm: Communicator, way: str) -> None:
         mpitrain.EMA(model, 1.0)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_slow_average_of_16_bits_moves(comm: Communicator, shared_tmp: Path, dtype: torch.dtype) -> None:
+    """Beside parameters in fp32. In 16 bits each change would be rounded away."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False).to(dtype), torch.nn.Linear(3, 2, bias=False))
+    for param in model.parameters():
+        torch.nn.init.ones_(param)
+    mpitrain.fully_shard(model, comm)
+    ema = mpitrain.EMA(model, 0.999)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(2)
+    for _ in range(300):
+        ema.update()
+    expected = 2 - 0.999**300
+    for average in ema.tensors.values():
+        # fp32 rounds 300 times, by 1e-7 each
+        torch.testing.assert_close(average, torch.full_like(average, expected), rtol=0, atol=3e-5)
+    kept = {name: average.clone() for name, average in ema.tensors.items()}
+    with ema.swapped():
+        assert (model[0].weight == torch.tensor(expected).to(dtype)).all()
+        torch.testing.assert_close(model[1].weight, torch.full_like(model[1].weight, expected), rtol=0, atol=3e-5)
+    assert all((param == 2).all() for param in model.parameters())
+    assert all(torch.equal(average, kept[name]) for name, average in ema.tensors.items())
+    mpitrain.save(shared_tmp / "wide", model, ema=ema)
+    ema.tensors["0.weight"] = ema.tensors["0.weight"].to(dtype)  # as older versions averaged
+    mpitrain.save(shared_tmp / "narrow", model, ema=ema)
+    for name in ("wide", "narrow"):
+        other = mpitrain.EMA(model, 0.5)
+        mpitrain.load(shared_tmp / name, model, ema=other)
+        want = kept["0.weight"] if name == "wide" else ema.tensors["0.weight"].float()
+        assert torch.equal(other.tensors["0.weight"], want) and torch.equal(other.tensors["1.weight"], kept["1.weight"])
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_average_goes_with_a_checkpoint_to_other_shards(comm: Communicator, shared_tmp: Path, way: str) -> None:
     model, plain = pair_with_a_part_on_every_rank(comm, way)
