@@ -15,6 +15,7 @@ from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.checkpointing import checkpoint_activations
 from mpitrain.sharding.full import unshard
 from mpitrain.sharding.local.diloco import DiLoCo
+from mpitrain.sharding.methods import register_forward_method
 from mpitrain.sharding.module import communication_s
 from mpitrain.sharding.optim.clip import clip_grad_norm_, grad_norms
 from mpitrain.sharding.optim.ema import EMA
@@ -36,6 +37,7 @@ __all__ = [
     "fully_shard",
     "grad_norms",
     "num_parameters",
+    "register_forward_method",
     "sharded_over",
     "sharded_params",
     "summary",

@@ -19,7 +19,8 @@ from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_renamed, mark_replaced
 from mpitrain.parts import Part, part_of, tensor_ranks_of
-from mpitrain.sharding.module import ShardedModule
+from mpitrain.sharding.methods import register_generate
+from mpitrain.sharding.module import ShardedModule, guard
 from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import REMEDY, described
@@ -169,6 +170,7 @@ def fully_shard(
         kind = type(part)
         part.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
         part._unit = unit  # type: ignore[assignment]
+        guard(part)  # type: ignore[arg-type]
 
     for whole in (*blocks, module):
         inside = {id(part) for part in whole.modules() if part is not whole}
@@ -185,6 +187,7 @@ def fully_shard(
         param.name = f"{names[id(owner)]}.{name}" if names.get(id(owner)) else name
         mark_renamed(param.shard, param.name)
     refuse_methods(module, is_cut=ranks.shard.size > 1)
+    register_generate(module)
     return module
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives import Communicator
 from mpitrain.parts import ranks_with_input, stages_of
 from mpitrain.sharding.setup.blocks import stacked_blocks
+from mpitrain.sharding.unit.guards import forward_of, replace_forward
 from mpitrain.sharding.unit.registry import kind_of
 
 
@@ -69,11 +70,12 @@ def checkpoint_activations(
     if what == "attention":
         chosen = [part for block in chosen for part in _attention_of(block)]
     for block in chosen:
-        if isinstance(block.forward, partial) and block.forward.func is _checkpointed:
+        forward = forward_of(block)
+        if isinstance(forward, partial) and forward.func is _checkpointed:
             raise ValueError(f"checkpoint_activations: this {type(block).__name__} is checkpointed already")
     for block in chosen:
         # Not a closure: a copy of the block must run the copy's forward.
-        block.forward = partial(_checkpointed, block, block.forward, partition, offload)
+        replace_forward(block, partial(_checkpointed, block, forward_of(block), partition, offload))
     return model
 
 

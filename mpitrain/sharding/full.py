@@ -1,40 +1,72 @@
 """Full parameters outside of forward and backward."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
-from mpitrain.sharding.module import outermost, sharded_modules, step_of
+from mpitrain.sharding.module import ShardedModule, sharded_modules, step_of
 from mpitrain.sharding.step.step import Phase
-from mpitrain.sharding.unit.registry import sharded_params
+from mpitrain.sharding.unit.registry import around_of
+from mpitrain.sharding.unit.unit import UnitState
+from mpitrain.sharding.writing import Block, check_problems, check_unwritten, copies_to_write
 
 
 @contextmanager
-def unshard(model: nn.Module) -> Iterator[nn.Module]:
-    """Within `with unshard(model):` the model's parameters are the full ones, for reading: to export, tie, count or generate.
+def unshard(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
+    """Within `with unshard(model):` the parameters are the full ones: to export, tie, count or generate; with `write=True` to change.
 
-    `model`: a model, or a part of a model that has run. Collective: all ranks enter and leave the block together. Forwards in the block
-    keep the full parameters, so a loop that generates text gathers once. Do not write to full parameters, because the storage decides
-    which ranks see the change; write to the shards outside of the block. RuntimeError within a forward, where parameters are full
-    already. No effect on a model without sharded parts. With `wire_weights` below fp32 the full parameters have the values that forward
-    and backward use; `mpitrain.full_state_dict` has those of the masters.
+    `model`: a model, or a part of a model. Collective: all ranks enter and leave the block together. No effect on a model without
+    sharded parts.
+
+    Without `write` the parameters are those that forward and backward use, and are to be read. Forwards in the block keep them, so a
+    loop that generates text gathers once; a backward in the block reduces its gradients as any other. With `param_dtype`, or
+    `wire_weights` below fp32, they have rounded values; `mpitrain.full_state_dict` has those of the masters.
+
+    `write`: the parameters are copies with the values and the dtype of the masters, and each rank holds the whole model. All ranks make
+    the same writes; at the end each rank writes its own rows of its copies back, as FSDP1's `summon_full_params` does. Copies of the
+    shards (`dp_replicate`, stage 0) take the rows of the first of them. Forwards in the block use the copies; a backward is an error.
+
+    Raises:
+        RuntimeError: in a forward, a backward or another such block. On all ranks at the end of the block: without `write` parameters
+            were written, which the storage makes visible to some ranks or to none (writes through `param.data` are not seen); with
+            `write` only some ranks have written to a parameter; parameters were replaced, or shards were written.
     """
-    steps = list(dict.fromkeys(step_of(part) for part in outermost(model)))
-    for step in steps:
+    parts = sharded_modules(model)
+    around = around_of(model)
+    if around is not None and not isinstance(model, ShardedModule):  # it uses parameters of the unit of that module
+        parts = [around, *parts]  # type: ignore[list-item]
+    for step in {part._step for part in parts if part._step is not None}:
+        step.tidy()
         if step.phase is not Phase.IDLE:
             raise RuntimeError("unshard: the model is in the middle of a step, where its parameters are full already")
-    parts = sharded_modules(model)
+    if any(part._unit.state is UnitState.COPIED for part in parts):
+        raise RuntimeError("unshard: the model is within `unshard(model, write=True)` already")
+    with copies_to_write(parts) if write else _for_reading(parts):
+        yield model
+
+
+@contextmanager
+def _for_reading(parts: Sequence[ShardedModule]) -> Iterator[None]:
+    steps = list(dict.fromkeys(step_of(part) for part in parts))
     for step in steps:
         step.open()
     for part in parts:
         step_of(part).hold(part._unit)
+    params = [param for part in parts for param in part._unit.params]
+    block = Block(parts, {param: param.full for param in params})
+    problem: str | None = None
     try:
-        yield model
+        yield
+        problem = block.problem()
     finally:
-        for param in sharded_params(model):
+        ended = block.end(problem)
+        for param in params:
             param.shard.requires_grad_(param.full.requires_grad)  # the block may have frozen or thawed the parameter
         for part in parts:
             step_of(part).let_go(part._unit)
         for step in steps:
             step.close()
+    for end in ended:
+        check_problems(end)
+        check_unwritten(end)

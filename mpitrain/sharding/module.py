@@ -1,19 +1,25 @@
 """`ShardedModule`, the class of a module after `fully_shard`, and the queries of a model that has sharded modules."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from mpitrain.sharding.buffers import sync_buffers
+from mpitrain.sharding.setup.blocks import has_forward
 from mpitrain.sharding.setup.foreign import refuse_wrapping
 from mpitrain.sharding.setup.readiness import check_ready
 from mpitrain.sharding.slices.rounds import Slices
-from mpitrain.sharding.step.step import TrainingStep
+from mpitrain.sharding.step.reach import outside, refuse_gradient
+from mpitrain.sharding.step.step import Phase, TrainingStep
 from mpitrain.sharding.step.tree import check_added
-from mpitrain.sharding.unit.registry import kind_of, sharded_params, units_of
+from mpitrain.sharding.unit.guards import Guards
+from mpitrain.sharding.unit.marks import box_of
+from mpitrain.sharding.unit.registry import enter_parts, kind_of, root_of, sharded_params, unit_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
@@ -21,10 +27,11 @@ from mpitrain.sharding.unit.unit import Unit, UnitState
 class ShardedModule(nn.Module):
     """The methods that `fully_shard` adds to a module: the module's class becomes a subclass of this and of its former class."""
 
-    _unit: Unit
+    _unit: Unit = None  # type: ignore[assignment]  # an attribute of the class, so that torch's OptimizedModule keeps its own
     _step: TrainingStep | None = (
         None  # shared with the outermost sharded module around this one, whose first forward makes it
     )
+    _is_entry = False  # `register_forward_method` has made its calls forwards also outside of the root's forward
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a module of the former class: torch makes a slice of a Sequential with the class of the whole."""
@@ -32,7 +39,7 @@ class ShardedModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with full parameters in place."""
-        return step_of(self).forward(self._unit, super().__call__, args, kwargs)
+        return call_module(self, super().__call__, args, kwargs, is_entry=self._is_entry)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters: the shards, except within a forward or a backward."""
@@ -49,6 +56,13 @@ class ShardedModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also those that wait after `no_sync`, which the `zero_grad` of an optimizer does not drop."""
         super().zero_grad(set_to_none)
+        for unit in units_of(self):
+            if unit.state is UnitState.UNSHARDED:  # within `unshard` the shards, which have the gradients, are hidden
+                for param in unit.params:
+                    if set_to_none or param.shard.grad is None:
+                        param.shard.grad = None
+                    else:
+                        param.shard.grad.zero_()
         if self._step is not None:
             self._step.drop()
 
@@ -185,19 +199,64 @@ def step_of(module: ShardedModule) -> TrainingStep:
     """The step of a module. The first forward of the outermost module makes it, which is collective."""
     if module._step is not None:
         return module._step
-    parts, ranks = sharded_modules(module), module._unit.ranks
+    root = root_of(module)
+    parts, ranks = sharded_modules(root), unit_of(root).ranks  # type: ignore[union-attr]
     if any(part._step is not None for part in parts):
         raise RuntimeError(
-            f"a part of this {type(module).__name__} was run alone before the whole; call the whole model first"
+            f"a part of this {kind_of(root).__name__} was run alone before the whole; call the whole model first"
         )
-    check_added(module)
-    check_ready(module, [part._unit for part in parts], ranks.data_parallel)
+    check_added(root)
+    check_ready(root, [part._unit for part in parts], ranks.data_parallel)
     # The memory allocated here outlives this forward, which may run in inference mode.
     with torch.inference_mode(False):
-        sync_buffers(module, "broadcast")
-        step = TrainingStep(module, [part._unit for part in parts], ranks)
-    for name, part in module.named_modules():
+        sync_buffers(root, "broadcast")
+        step = TrainingStep(root, [part._unit for part in parts], ranks)
+    for name, part in root.named_modules():
         if isinstance(part, ShardedModule):
             part._step = step
             part._unit.name = f"{name} ({kind_of(part).__name__})" if name else kind_of(part).__name__
     return step
+
+
+def call_module(
+    module: ShardedModule, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_entry: bool
+) -> Any:
+    """Call a method of a sharded module with full parameters in place. `is_entry`: also outside of the root's forward."""
+    if module._unit.state is UnitState.COPIED:
+        return method(*args, **kwargs)
+    step = module._step or _first_step(module, is_entry=is_entry)
+    return step.forward(module._unit, method, args, kwargs, is_entry=is_entry)
+
+
+def _first_step(module: ShardedModule, *, is_entry: bool) -> TrainingStep:
+    if not is_entry and root_of(module) is not module:
+        raise outside(module)  # before the messages of a first forward, which the other ranks may not send
+    return step_of(module)
+
+
+def guard(module: ShardedModule) -> None:
+    """From now on no call of a sharded module or of its plain parts computes with shards, and no gradient goes into shards."""
+    for param in module._unit.params:
+        param.refusal = refuse_gradient(param)
+    plain = enter_parts(module)
+    users = [
+        part for part in plain if has_forward(part) and any(box_of(param) is not None for param in part.parameters())
+    ]
+    module._unit.guards = Guards(users, partial(_call_outside, weakref.ref(module)))
+    module._unit.guards.put()
+
+
+def _call_outside(
+    around: "weakref.ref[ShardedModule]",
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """The call of a module that shows shards of the unit of `around`: an error, unless the call is a forward in its own right."""
+    owner = around()
+    assert owner is not None and owner._unit.guards is not None
+    is_entry = module in owner._unit.guards.entries
+    if module is not owner and not is_entry:
+        raise outside(module, is_in_forward=owner._step is not None and owner._step.phase is not Phase.IDLE)
+    return call_module(owner, forward, args, kwargs, is_entry=is_entry)

@@ -16,6 +16,7 @@ from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.step import Phase
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import diloco_of, params_by_shard, sharded_over, units_of
+from mpitrain.sharding.unit.unit import UnitState
 
 _CHUNK_BYTES = 16 << 20  # sent at a time
 
@@ -223,6 +224,9 @@ def ranks_of_model(model: nn.Module) -> Communicator | None:
     return next((part.model_ranks for param in model.parameters() if (part := part_of(param)) is not None), None)
 
 
+_IN_STEP = "the model is in the middle of a step, or within unshard, where its parameters are full"
+
+
 def begin(model: nn.Module, doing: str) -> Ranks:
     """Prepare `doing`, which reads or writes the shards: free the full parameters. Returns the ranks of the model. Collective.
 
@@ -233,9 +237,9 @@ def begin(model: nn.Module, doing: str) -> Ranks:
         for step in steps_of(model):
             step.tidy()
             if step.phase is not Phase.IDLE:
-                raise RuntimeError(
-                    "the model is in the middle of a step, or within unshard, where its parameters are full"
-                )
+                raise RuntimeError(_IN_STEP)
+        if any(unit.state is UnitState.COPIED for unit in units_of(model)):
+            raise RuntimeError(_IN_STEP)
     for unit in units_of(model):
         unit.reshard()
     return comm

@@ -54,17 +54,18 @@ def _check_values(model: nn.Module, units: Sequence[Unit]) -> None:
     without = [param.name for unit in units for param in unit.params if param.lacks_values]
     if without:
         raise RuntimeError(
-            f"{_some(without)} came from the meta device and never got values; before the first forward call mpitrain.initialize, "
+            f"{some(without)} came from the meta device and never got values; before the first forward call mpitrain.initialize, "
             "mpitrain.load or mpitrain.load_weights, or write to the shards"
         )
     without = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if without:
         raise RuntimeError(
-            f"{_some(without)}: buffers on the meta device, without memory; give them values before the first forward: assign tensors "
+            f"{some(without)}: buffers on the meta device, without memory; give them values before the first forward: assign tensors "
             "(module.buffer = torch...), or replace the part that has them by one made on the CPU; mpitrain.load and "
             "mpitrain.load_weights fill buffers of the state dict, mpitrain.initialize BatchNorm's: see docs/sharding.md"
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first names of a list, for a message."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

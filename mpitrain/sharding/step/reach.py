@@ -1,18 +1,26 @@
 """Errors for code that uses parameters of a sharded module outside the forward around which they are gathered.
 
-If full parameters do not last, a module shows its shards outside that forward, and the code computes with this rank's rows. Mostly
-torch then raises an error about shapes. If the shapes fit by chance (rows of an embedding), the result is wrong.
+There a module shows its shards, and the code computes with this rank's rows. Mostly torch then raises an error about shapes. If the
+shapes fit by chance (rows of an embedding), the result is wrong. Three checks find such code, as far as it can be found:
+- A guard (unit/guards.py) sees the call of a module that shows shards.
+- `refuse_gradient` sees a backward that reaches a shard.
+- In private storage `check_graph` and `check_error` look at the root's forward, and name the module that is to be called.
+Code without gradients that computes with a shard itself, without a call of its module, is not seen.
 """
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpitrain.sharding.step.arguments import tensors_in
+from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import kind_of, unit_of
+from mpitrain.sharding.unit.registry import find, kind_of, root_of, unit_of
 from mpitrain.sharding.unit.unit import Unit
 
 
@@ -42,13 +50,68 @@ def check_error(error: Exception, units: Sequence[Unit], root: nn.Module) -> Non
                 raise RuntimeError(_message(shards[id(shown)], root)) from error
 
 
+def outside(module: nn.Module, *, is_in_forward: bool = False) -> RuntimeError:
+    """The error for the call of a module that shows shards. `is_in_forward`: the root's forward runs, and not that of the unit."""
+    shards = (
+        find(id(shard)) for part in module.modules() for shard in part._parameters.values() if box_of(shard) is not None
+    )
+    param = next(param for param in shards if param is not None)
+    root = root_of(module)
+    if is_in_forward:
+        return RuntimeError(_message(param, root))
+    path = next((name for name, part in root.named_modules() if part is module), "") or "the model"
+    return RuntimeError(
+        f"{path} (a {kind_of(module).__name__}) was called while neither the forward of the {kind_of(root).__name__} around it nor a "
+        f"registered method runs. There {_rows(param)}. {_REMEDY}"
+    )
+
+
+def refuse_gradient(param: ShardedParameter) -> Any:
+    """Let a backward that reaches the shard of a parameter raise RuntimeError. Returns a node of autograd, which the parameter keeps.
+
+    A hook of the tensor itself would be seen by optimizers and by `show_full`. The node refers to the shard, so it refers to the
+    parameter weakly.
+    """
+    shard, is_trained = param.shard, param.shard.requires_grad
+    if not (shard.is_floating_point() or shard.is_complex()):
+        return None
+    with torch.enable_grad(), torch.inference_mode(False):
+        shard.requires_grad_(True)
+        node = shard.view_as(shard).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        shard.requires_grad_(is_trained)
+    node.register_prehook(partial(_refuse_gradient, weakref.ref(param)))
+    return node
+
+
+def _refuse_gradient(reference: "weakref.ref[ShardedParameter]", grads: Any) -> None:
+    param = reference()
+    if param is not None:
+        module = param.users[0][0]
+        path = param.name.rpartition(".")[0] or "the model"
+        raise RuntimeError(
+            f"a backward reached a shard: parameter {param.name} of {path} (a {kind_of(module).__name__}) was used outside of the "
+            f"forward of the model and of its registered methods. There {_rows(param)}. {_REMEDY}"
+        )
+
+
+_REMEDY = (
+    "Call the whole model; or let the method that does this gather parameters, by mpitrain.register_forward_method(model, 'name of the "
+    "method') after fully_shard; or do it within `with mpitrain.unshard(model):`"
+)
+
+
+def _rows(param: ShardedParameter) -> str:
+    return f"this rank has {tuple(param.shard.shape)} of {tuple(param.full.shape)} of parameter {param.name}"
+
+
 def _message(param: ShardedParameter, root: nn.Module) -> str:
     name, module = next(
         (name, part) for name, part in root.named_modules() if (unit := unit_of(part)) and param in unit.params
     )
     return (
         f"parameter {param.name} was used outside the forward of {name or 'the model'} (a {kind_of(module).__name__}), around "
-        f"which it is gathered: there this rank has {tuple(param.shard.shape)} of {tuple(param.full.shape)}. Call that module as a "
-        "whole; or shard the module that uses the parameter as one unit (fully_shard(..., units='one')), or shard the called part; or "
-        "pass storage='resident'"
+        f"which it is gathered: there {_rows(param)}. Call that module as a whole, or a method of it after "
+        "mpitrain.register_forward_method(module, 'name of the method'); or shard the module that uses the parameter as one unit "
+        "(fully_shard(..., units='one')), or shard the called part; or pass storage='resident'; or call the model within `with "
+        "mpitrain.unshard(model):`"
     )

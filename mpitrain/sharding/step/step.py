@@ -46,11 +46,12 @@ from mpitrain.sharding.step.calls import Calls
 from mpitrain.sharding.step.fences import Fence
 from mpitrain.sharding.step.gather_order import Gathers
 from mpitrain.sharding.step.prefetch import Prefetch
-from mpitrain.sharding.step.reach import check_error, check_graph
+from mpitrain.sharding.step.reach import check_error, check_graph, outside
 from mpitrain.sharding.step.reducer import Reducer
 from mpitrain.sharding.step.tree import Tree
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
+from mpitrain.sharding.unit.registry import unit_of
 from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_internals import (
     at_end_of_backward,
@@ -99,6 +100,7 @@ class TrainingStep:
         self._graph = Graph.NONE
         self._makes_graph = False  # whether this backward makes a graph
         self._held: set[Unit] = set()  # units that stay full until `let_go`
+        self._running: set[Unit] = set()  # units whose modules' calls have not returned
         self._ran: set[Unit] = set()  # units whose modules ran in this forward, or in the last one
         self._calls = {unit: Calls(partial(self._all_back, unit)) for unit in units}
         self._lasting = [unit for unit in units if unit.lasts]
@@ -156,16 +158,34 @@ class TrainingStep:
 
     # Forward
 
-    def forward(self, unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's own forward, `call`, with the full parameters of its unit in place."""
+    def forward(
+        self,
+        unit: Unit,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_entry: bool = False,
+    ) -> Any:
+        """Run a module's own forward, `call`, or another method of it, with the full parameters of its unit in place.
+
+        `is_entry`: by `register_forward_method` the call may be the outermost one, although the module is not.
+        """
         if in_backward():
             # Activation checkpointing computes a forward again, and the backward that follows needs the parameters.
             self._begin_backward()  # with reentrant checkpointing this may be the first call of a backward
             return self._run(unit, call, args, kwargs)
         is_root, with_grad = self.phase is not Phase.FORWARD, torch.is_grad_enabled()
+        if is_root and unit is not self.units[0] and not is_entry:
+            if self.phase is Phase.BACKWARD:
+                self.reset()  # an exception has ended it
+            if unit.state is not UnitState.UNSHARDED:  # `ShardedModule.unshard`
+                raise outside(self._module_of(unit))
+        is_inner = unit in self._running  # a method calls its own module, or the module calls itself
         try:
             if is_root:
                 self.open()
+            self._running.add(unit)
             written = count_writes(self._shards) if is_root else None
             self._ran.add(unit)
             slice_buffers = self._slice_buffers if is_root and with_grad else None
@@ -174,7 +194,9 @@ class TrainingStep:
             if is_root and unit.slices is not None:
                 args, kwargs = aligned((args, kwargs))
             with seeded_at_places() if slice_buffers is not None else nullcontext():
-                output = self._run(unit, call, args, kwargs, is_watched=with_grad and unit in self.reducer.by_inputs)
+                output = self._run(
+                    unit, call, args, kwargs, is_watched=with_grad and not is_inner and unit in self.reducer.by_inputs
+                )
             if slice_buffers is not None:
                 slice_buffers.end_forward()
             unit.check_output(tensors_in(output))
@@ -194,12 +216,18 @@ class TrainingStep:
                 finally:
                     self.reset()  # no fence: the other ranks may be anywhere
             raise
-        if not unit.lasts:
+        finally:
+            if not is_inner:
+                self._running.discard(unit)
+        if not unit.lasts and not is_inner:
             # The outermost module's backward comes first: its unit stays full for it.
             self._reshard(unit, keep=not unit.reshard_after_forward or (is_root and with_grad), for_backward=with_grad)
         if is_root:
             self.close(before_backward=with_grad)
         return output
+
+    def _module_of(self, unit: Unit) -> nn.Module:
+        return next(module for module in self._tree.module.modules() if unit_of(module) is unit)
 
     def _run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any, *, is_watched: bool = False) -> Any:
         """Unshard a unit, and run its module's own forward with the dtypes of the policy. `is_watched`: see calls.py."""
@@ -262,8 +290,9 @@ class TrainingStep:
         for unit in self._lasting:
             if unit.state is UnitState.UNSHARDING:
                 self._unshard(unit)
-            unit.reshard()
-        self.phase = Phase.IDLE
+            if unit not in self._held:
+                unit.reshard()
+        self.phase = Phase.FORWARD if self._held else Phase.IDLE  # a backward may have run while parameters are held
         if before_backward:
             self._fence.put_off()
             return

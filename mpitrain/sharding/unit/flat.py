@@ -122,6 +122,20 @@ class FlatParameters:
         for seen, name, param in self._shown:
             param.check(seen.get(name))
 
+    def show_copies(self) -> dict[ShardedParameter, nn.Parameter]:
+        """Let the modules see new copies of the full parameters, with the values and the dtype of the masters. Collective."""
+        buffer = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        self.ranks.shard.all_gather(buffer, self._shard.to(self.device), counts=self.layout.counts)
+        copies = {}
+        for param, extent in zip(self.params, self.layout.extents, strict=True):
+            values = with_own_counter(buffer[extent.start : extent.stop]).view(param.full.shape)
+            copies[param] = nn.Parameter(values, requires_grad=param.shard.requires_grad)
+            mark_shard(copies[param], param.box)
+        for seen, name, param in self._shown:
+            param.check(seen.get(name))
+            seen[name] = copies[param]
+        return copies
+
     # The full parameters' values
 
     def begin_fill(self) -> None:

@@ -16,11 +16,42 @@ if TYPE_CHECKING:
     from mpitrain.sharding.compression.compression import Compression
 
 _units: "weakref.WeakSet[Unit]" = weakref.WeakSet()
+_around: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]" = weakref.WeakKeyDictionary()
 
 
 def enter(unit: Unit) -> None:
     """Add a unit to those of this process. The registry does not keep the unit alive."""
     _units.add(unit)
+
+
+def enter_parts(module: nn.Module) -> list[nn.Module]:
+    """Record the parts of a module that is sharded, up to sharded ones. Returns the module and the plain ones of these parts."""
+    plain = [module]
+    around = weakref.ref(module)
+
+    def walk(part: nn.Module) -> None:
+        for child in part.children():
+            if around_of(child) is None:
+                _around[child] = around
+                if unit_of(child) is None:
+                    plain.append(child)
+                    walk(child)
+
+    walk(module)
+    return plain
+
+
+def around_of(module: nn.Module) -> nn.Module | None:
+    """The innermost sharded module that has `module` as a part; None if there is none, or not any more."""
+    found = _around.get(module)
+    return None if found is None else found()
+
+
+def root_of(module: nn.Module) -> nn.Module:
+    """The outermost sharded module around a module; the module itself if there is none."""
+    while (around := around_of(module)) is not None:
+        module = around
+    return module
 
 
 def all_sharded() -> Iterator[ShardedParameter]:

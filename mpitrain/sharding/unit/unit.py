@@ -6,7 +6,7 @@ The term is from the FSDP paper (Zhao et al., VLDB 2023). Between two forwards a
                                                            |  ^
                                                          hide unshard
                                                            v  |
-                                                          HIDDEN
+                                                          HIDDEN         (`show_copies` and `reshard`: from and to SHARDED, by COPIED)
 
 `mpitrain.sharding.step.step.TrainingStep` decides when a unit changes its state.
 """
@@ -16,11 +16,13 @@ from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
+from mpitrain.sharding.unit.guards import Guards
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 
@@ -42,6 +44,7 @@ class UnitState(Enum):
     UNSHARDING = "the modules see the shards; the fill of the full parameters has begun"
     UNSHARDED = "the modules see the full parameters"
     HIDDEN = "the modules see the shards; the full parameters keep their values"
+    COPIED = "the modules see copies of the full parameters, to be written to"
 
 
 class Unit:
@@ -74,6 +77,7 @@ class Unit:
         self.promise: Promise | None = None
         self.compression: Compression | None = None  # of the whole model
         self.diloco: Any = None  # the DiLoCo of the whole model: local/diloco.py imports this module
+        self.guards: Guards | None = None  # of the modules that use the parameters
         self.state = UnitState.SHARDED
 
     @property
@@ -121,6 +125,8 @@ class Unit:
         filled = [flat.fill() for flat in self.flats]
         for flat in self.flats:
             flat.show_full()
+        if self.guards is not None:
+            self.guards.lift()
         self.state = UnitState.UNSHARDED
         return any(filled)
 
@@ -129,7 +135,21 @@ class Unit:
         self._from(UnitState.UNSHARDED, UnitState.HIDDEN)
         for flat in self.flats:
             flat.show_shards()
+        self._guard()
         self.state = UnitState.HIDDEN
+
+    @torch.no_grad()
+    def show_copies(self) -> dict[ShardedParameter, nn.Parameter]:
+        """Let the modules see copies of the full parameters, until `reshard`; from any state. Collective."""
+        self.reshard()
+        copies: dict[ShardedParameter, nn.Parameter] = {}
+        with torch.inference_mode(False):
+            for flat in self.flats:
+                copies |= flat.show_copies()
+        if self.guards is not None:
+            self.guards.lift()
+        self.state = UnitState.COPIED
+        return copies
 
     def reshard(self, *, for_backward: bool = False) -> None:
         """Show the shards, and free the full parameters that do not last; allowed in any state.
@@ -139,7 +159,12 @@ class Unit:
         for flat in self.flats:
             flat.show_shards()
             flat.empty(for_backward=for_backward)
+        self._guard()
         self.state = UnitState.SHARDED
+
+    def _guard(self) -> None:
+        if self.guards is not None:
+            self.guards.put()
 
     def expire(self) -> None:
         """After a possible change of the shards: the next use fills full parameters that last, unless the shards are part of them."""

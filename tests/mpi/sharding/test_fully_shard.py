@@ -229,8 +229,8 @@ def test_wrong_use_is_refused_with_the_way_out(comm) -> None:
         copy.deepcopy(sharded)
     whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(whole[0], comm)
-    fully_shard(whole, comm)
     whole[0](torch.ones(1, 2))
+    fully_shard(whole, comm)
     with pytest.raises(RuntimeError, match="run alone before the whole"):
         whole(torch.ones(1, 2))
 

@@ -1,0 +1,87 @@
+"""Methods of a sharded model that compute with full parameters, as its forward does."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpitrain.sharding.module import ShardedModule, call_module, outermost
+from mpitrain.sharding.unit.registry import around_of, unit_of
+
+
+def register_forward_method(module: nn.Module, *names: str) -> None:
+    """Let methods of a sharded model compute with full parameters: each call of them is a forward, as `model(x)` is.
+
+    `module`: a model after `fully_shard`, a part of one, or a model with several sharded parts; on a model without sharded parts the
+    call has no effect. `names`: methods such as "encode" or "training_step"; "forward" of a part lets it be called alone.
+    A call of such a method fills the full parameters of the module's own unit, and blocks in it gather theirs when they run. So private
+    storage needs no more memory than for `model(x)`. Like `model(x)` the method is collective: all ranks call it, and in private
+    storage they run the same blocks in the same order. torch's `register_fsdp_forward_method` does the same for FSDP2.
+
+    `generate` of models of transformers and peft is registered by `fully_shard`, and computes no gradients.
+
+    Raises:
+        ValueError: the module has no such method, or the method is a generator or a coroutine, which would run after its call.
+    """
+    for name in names:
+        method = getattr(module, name, None)
+        if not callable(method) or isinstance(method, nn.Module):
+            found = "is a module; register methods of it" if isinstance(method, nn.Module) else "is no method of it"
+            raise ValueError(
+                f"register_forward_method: expected names of methods of this {type(module).__name__}; {name!r} {found}"
+            )
+        if any(
+            is_kind(method)
+            for is_kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        ):
+            raise ValueError(
+                f"register_forward_method: {name!r} is a generator or a coroutine, which computes after its call has returned; call it "
+                "within `with mpitrain.unshard(model):`"
+            )
+        _register(module, name, method)
+
+
+def register_generate(module: nn.Module) -> None:
+    """Register `generate` of a module and its parts if they are models of transformers or peft."""
+    for part in module.modules():
+        if any(
+            "generate" in vars(kind) and kind.__module__.partition(".")[0] in _LIBRARIES for kind in type(part).__mro__
+        ):
+            _register(part, "generate", part.generate, no_grad=True)  # type: ignore[arg-type]
+
+
+_LIBRARIES = ("transformers", "peft")
+
+
+def _register(module: nn.Module, name: str, method: Callable[..., Any], *, no_grad: bool = False) -> None:
+    owners = [module] if unit_of(module) is not None else list(outermost(module))
+    if unit_of(module) is None and (around := around_of(module)) is not None:
+        owners = [around]
+    if not owners or getattr(method, "is_registered", False):
+        return
+    if name == "forward" and owners == [module]:
+        module._is_entry = True  # type: ignore[assignment]
+        return
+    guards = owners[0]._unit.guards
+    if name == "forward" and len(owners) == 1 and guards.has(module):
+        guards.entries.add(module)
+        return
+
+    @functools.wraps(method)
+    def registered(*args: Any, **kwargs: Any) -> Any:
+        call = method
+        for owner in reversed(owners):
+            call = functools.partial(_run, owner, call)
+        with torch.no_grad() if no_grad else nullcontext():
+            return call(*args, **kwargs)
+
+    registered.is_registered = True  # type: ignore[attr-defined]
+    setattr(module, name, registered)
+
+
+def _run(owner: ShardedModule, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return call_module(owner, method, args, kwargs, is_entry=True)
