@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.start import restart, world
-from collectives.diagnosis import job, loss, record
+from collectives.diagnosis import finalize, job, loss, record
 from collectives.diagnosis.ending import let_exits_be_losses
 from collectives.diagnosis.hangs import monitor
 from collectives.diagnosis.job import Job
@@ -41,6 +41,11 @@ def obstacle() -> str:
         return "the job was started without ULFM; expected `mpirun --with-ft ulfm ...`"
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         return f"{name} has no MPI_THREAD_MULTIPLE, which the monitors of the ranks need"
+    if finalize.may_stand_still():
+        return (
+            f"mpi4py.MPI was imported before collectives.world(), so mpi4py ends {name}, which may wait for a lost rank; expected "
+            "collectives.world() before that import, or mpi4py.rc.finalize = False"
+        )
     return ""
 
 
@@ -90,6 +95,7 @@ def recover() -> Communicator:
             for progress in list(of_this_process):
                 if not isinstance(progress, Freed):
                     progress.drain()
+            finalize.leave_out_barrier()
             left = MPI.COMM_WORLD.Shrink()
             job.forget_all()
             record.forget_logs()

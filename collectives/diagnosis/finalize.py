@@ -6,10 +6,16 @@ threads of MPI, which a child does not have. So this module turns that off and c
 """
 
 import atexit
+import ctypes
 import os
 import sys
+from contextlib import suppress
 
 from collectives.diagnosis.job import Job
+
+
+class _Ending:
+    by_mpi4py = False  # whether mpi4py calls MPI_Finalize after the end of Python, if this module does not
 
 
 def take_over() -> None:
@@ -20,6 +26,7 @@ def take_over() -> None:
         return
     if "mpi4py.MPI" in sys.modules:
         os.register_at_fork(after_in_child=lambda: atexit.register(_leave_child))
+        _Ending.by_mpi4py = True
     else:
         mpi4py.rc.finalize = False
     atexit.register(_finalize, os.getpid())
@@ -31,10 +38,36 @@ def _finalize(process: int) -> None:
         return
     from mpi4py import MPI
 
-    # After the loss of a rank MPI_Finalize of Open MPI 5.0.11 stands still in one of five jobs. Nothing is left to do for MPI: the
-    # monitors of the ranks that are left have ended together, and mpirun accepts an end without MPI_Finalize in such a job.
-    if MPI.Is_initialized() and not MPI.Is_finalized() and Job.mpi is None and not Job.ends_alone:
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return
+    # After a loss nothing is left to do for MPI: the monitors of the ranks that are left have ended together, and mpirun accepts an end
+    # without MPI_Finalize in such a job.
+    if Job.mpi is None and not Job.ends_alone:
         MPI.Finalize()
+
+
+def leave_out_barrier() -> None:
+    """After the loss of a rank: let MPI_Finalize, which mpi4py or the program may call, not wait for the lost rank.
+
+    Its barrier stands still in one of five jobs of Open MPI 5.0.11. It is not needed: monitors of ranks end together.
+    """
+    if (has_none := _no_barrier()) is not None:
+        has_none.value = True
+
+
+def may_stand_still() -> bool:
+    """Whether mpi4py calls MPI_Finalize at the end, since it was imported before `world()`, and MPI may then wait for a lost rank."""
+    return _Ending.by_mpi4py and _no_barrier() is None
+
+
+def _no_barrier() -> ctypes.c_bool | None:
+    """Open MPI's setting async_mpi_finalize: whether MPI_Finalize has no barrier. None for a library without it."""
+    from collectives.diagnosis.installation import mpi_paths
+
+    for path in mpi_paths():
+        with suppress(OSError, ValueError):
+            return ctypes.c_bool.in_dll(ctypes.CDLL(path), "ompi_async_mpi_finalize")
+    return None
 
 
 def _leave_child() -> None:

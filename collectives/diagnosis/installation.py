@@ -27,7 +27,7 @@ def mpi_facts() -> MpiFacts:
     from collectives.transports.gpu.binding import loaded_libraries
     from collectives.transports.mpi import library_version
 
-    paths = tuple(path for path in loaded_libraries("libmpi") if _is_mpi(path))
+    paths = mpi_paths()
     return MpiFacts(
         version=library_version(),
         standard=".".join(map(str, MPI.Get_version())),
@@ -36,6 +36,13 @@ def mpi_facts() -> MpiFacts:
         has_ulfm=any(_has(path, "MPIX_Comm_revoke") for path in paths),
         ucx_is_loaded=bool(loaded_libraries("libucp.so")),
     )
+
+
+def mpi_paths() -> tuple[str, ...]:
+    """The files of the MPI libraries that are loaded in this process."""
+    from collectives.transports.gpu.binding import loaded_libraries
+
+    return tuple(path for path in loaded_libraries("libmpi") if _is_mpi(path))
 
 
 def _is_mpi(path: str) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 from collectives.diagnosis import dump, loss, record, uncaught
 from collectives.diagnosis.ending import Before, LastWords, abort_job, end_together, leave_alone
 from collectives.diagnosis.failure import write_failure
+from collectives.diagnosis.finalize import leave_out_barrier
 from collectives.diagnosis.hangs import answer, deadline, deadlock, long_wait, notice, report
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
@@ -128,6 +129,7 @@ class Monitor:
             if Job.survives and not Job.is_done and uncaught.ends_well():
                 leave_alone(f"has ended early: {how}")  # the others recover without it
             together, Job.ends_alone = False, True
+            leave_out_barrier()
             if Before.others:
                 Before.others.end(well=False)
         goodbye.say()
