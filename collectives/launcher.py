@@ -100,6 +100,16 @@ def _job() -> tuple[str, str]:
     return name, socket
 
 
+def launched_size() -> int:
+    """The number of ranks from the launcher's variables, without starting MPI; 1 without a launcher."""
+    return next((int(os.environ[name]) for name in _SIZE_VARIABLES if os.environ.get(name, "").isdigit()), 1)
+
+
+def job_name() -> str:
+    """The launcher's name of this job, the same on all its ranks; empty if the launcher tells none, as MPICH's."""
+    return _job()[0]
+
+
 class Daemon:
     """The process of the launcher on this host that has started this rank, directly or by a wrapper such as a shell."""
 

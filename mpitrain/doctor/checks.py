@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 from collectives import Communicator
 from mpitrain.doctor import host, job, network, packages, ranks
 from mpitrain.doctor.findings import Finding, each
-from mpitrain.doctor.judge_host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
-from mpitrain.doctor.judge_job import judge_mpi, judge_node_work, judge_shared_folder
-from mpitrain.doctor.judge_network import judge_clocks, judge_links, judge_ports
-from mpitrain.doctor.judge_packages import Aware, judge_gpu, judge_hdf5
-from mpitrain.doctor.judge_ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
+from mpitrain.doctor.judges.host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
+from mpitrain.doctor.judges.job import judge_mpi, judge_node_work, judge_shared_folder
+from mpitrain.doctor.judges.network import judge_clocks, judge_links, judge_ports
+from mpitrain.doctor.judges.packages import Aware, judge_gpu, judge_hdf5
+from mpitrain.doctor.judges.ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
 
 
 class Options(NamedTuple):

@@ -11,12 +11,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import collectives
 from collectives.bench.units import parse_size
 from collectives.commands.terminal import console, or_usage_error
 from collectives.environment import checked_seconds
+from collectives.launcher import launched_size
 from mpitrain.config import Config
+from mpitrain.doctor.beforehand import Beforehand
 from mpitrain.doctor.checks import CHECKS, Options
 from mpitrain.doctor.findings import Finding, Level, exit_code, show, to_json
 from mpitrain.doctor.watch import SIGNALS, Ended, Watch, end
@@ -34,8 +37,14 @@ def main(words: Sequence[str]) -> int:
     watch = Watch(asked, names, speaks=rank <= 0)
     for number in SIGNALS:
         signal.signal(number, end)
+    beforehand = Beforehand(Path(options.run), max(rank, 0), launched_size())
     try:
-        watch.check(with_mpi=rank >= 0 or not options.clean)
+        differs = None if options.clean or rank < 0 else beforehand.compare()
+        if differs is not None and rank > 0:
+            return 0  # rank 0's exit code counts
+        if differs is not None:
+            watch.add(differs)
+        watch.check(with_mpi=differs is None and (rank >= 0 or not options.clean))
     except Ended as error:
         if not watch.has_failed:
             watch.add(
@@ -43,6 +52,7 @@ def main(words: Sequence[str]) -> int:
             )
     watch.say_what_is_left()
     if rank > 0:
+        beforehand.close()
         return watch.speak_for_rank(rank)
     code = exit_code(watch.findings, strict=options.strict)
     head = f"mpitrain doctor: {_where(watch)}"
@@ -53,6 +63,7 @@ def main(words: Sequence[str]) -> int:
     else:
         show(console(), watch.findings, head=head, strict=options.strict)
     sys.stdout.flush()
+    beforehand.close()
     watch.end_children()
     return code
 

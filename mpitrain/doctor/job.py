@@ -20,6 +20,7 @@ from collectives import Communicator
 from collectives.diagnosis.installation import mpi_facts
 from collectives.launcher import ULFM_VARIABLE, environment_of_program, launcher_name
 from mpitrain.doctor import ranks
+from mpitrain.doctor.beforehand import existing
 
 PML = "OMPI_MCA_pml"  # a setting of Open MPI that mpirun passes to ranks
 
@@ -113,10 +114,7 @@ class SharedFolder(NamedTuple):
 def shared_folder(comm: Communicator, folder: Path, *, is_leader: bool, max_s: float = 3.0) -> SharedFolder | None:
     """A value on the first rank of each host. Collective."""
     name, held = f".mpitrain-doctor-{secrets.token_hex(8)}", None
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    name, place = comm.broadcast_object((name, place))
+    name, place = comm.broadcast_object((name, existing(folder)))
     path = place / name
     if comm.rank == 0:
         with suppress(OSError):

@@ -15,19 +15,22 @@ from typing import NamedTuple
 import xxhash
 
 import collectives
+from collectives import version
 from collectives.environment import CHOICES
 
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py")
 
 
 class Versions(NamedTuple):
-    """The versions in the environment of a rank. `lowest`: what this project needs; `code`: a hash of its sources."""
+    """The versions in the environment of a rank. `lowest`: what this project needs; `code`: a hash of its sources; `release`: what
+    they say of themselves."""
 
     python: str
     packages: dict[str, str]
     lowest: dict[str, str]
     code: str
     place: str
+    release: str = ""
 
 
 def versions() -> Versions:
@@ -44,10 +47,10 @@ def versions() -> Versions:
                 lowest[match[1]] = match[2]
     root = Path(collectives.__file__).parents[1]
     code = xxhash.xxh3_64()
-    for package in ("collectives", "ckpt", "mpitrain"):
+    for package in version.PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             code.update(path.read_bytes())
-    return Versions(platform.python_version(), found, lowest, code.hexdigest(), str(root))
+    return Versions(platform.python_version(), found, lowest, code.hexdigest(), str(root), str(version.release()))
 
 
 class Environment(NamedTuple):

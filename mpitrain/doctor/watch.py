@@ -23,6 +23,7 @@ from mpitrain.doctor.worker import END, START
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Rank 0 ends its report before another rank ends, because mpirun then ends all. MPICH's mpirun waits for all ranks.
 _GRACE_S, _HYDRA_GRACE_S = 100.0, 20.0
+_END_S = 5.0  # for the end of a child whose MPI did not start
 _REMEDIES = {
     START: "look for a firewall between the hosts, and name the network that all share (--mca btl_tcp_if_include NAME; MPICH: -iface "
     "NAME); a first try on one host shows whether MPI itself works",
@@ -125,7 +126,10 @@ class Watch:
                     said = message["no_mpi"]
                     remedy = _MIXED if "expected a launcher" in said else "change what the text names"
                     self.add(Finding(Level.ERROR, START, said, "MPI starts, with all ranks in one job", remedy))
-                    child.wait()
+                    with suppress(
+                        subprocess.TimeoutExpired
+                    ):  # MPI may wait for a rank that did not come; see `end_children`
+                        child.wait(_END_S)
                     return False
                 if "begin" in message:
                     self.phase, limit_s, self._waits = message["begin"], message["limit_s"], False

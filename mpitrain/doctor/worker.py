@@ -5,6 +5,7 @@ MPI or a library ends this process. WORK is JSON: the options, the names of the 
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -15,11 +16,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import collectives
+from collectives.diagnosis.hangs import deadline
 from collectives.processes import end_with_parent
 from mpitrain.doctor.checks import CHECKS, Check, Job, Options
 from mpitrain.doctor.findings import Finding, Level
 
 START, END = "start of MPI", "end of MPI"
+_MEETING_LIMIT_S = 60.0
 _START_LIMIT_S, _END_LIMIT_S, _SLACK_S = 90.0, 30.0, 5.0
 _NAP_S = 2e-3
 
@@ -76,7 +79,7 @@ def main(fd: int, work: dict[str, Any]) -> None:
     if work["mpi"]:
         tell(begin=START, limit_s=_START_LIMIT_S)
         try:
-            comm = collectives.world()
+            comm = _world()
         except Exception as error:
             tell(no_mpi=str(error))
             return
@@ -96,6 +99,17 @@ def main(fd: int, work: dict[str, Any]) -> None:
     if comm is not None:
         comm.barrier()
     tell(over=True)
+
+
+def _world() -> collectives.Communicator:
+    """The world, whose wait for ranks of other versions ends before the limit of this phase."""
+    said = os.environ.get("MPITRAIN_DEADLINE_S")
+    seconds = deadline.from_environment()
+    os.environ["MPITRAIN_DEADLINE_S"] = f"{min(seconds or math.inf, _MEETING_LIMIT_S):g}"
+    comm = collectives.world()
+    collectives.set_deadline(seconds)
+    os.environ.pop("MPITRAIN_DEADLINE_S") if said is None else os.environ.update(MPITRAIN_DEADLINE_S=said)
+    return comm
 
 
 def _job(options: Options, comm: collectives.Communicator | None) -> Job:

@@ -6,23 +6,24 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from mpitrain.doctor import host, network
+from mpitrain.doctor import beforehand, host, network
 from mpitrain.doctor.checks import CHECKS, Check
 from mpitrain.doctor.command import main
 from mpitrain.doctor.findings import Finding, Level, each, exit_code, names, ok, show, summary
 from mpitrain.doctor.host import Disk, Leftovers, Memory, Temporary
 from mpitrain.doctor.job import Mpi, NodeWork, SharedFolder
-from mpitrain.doctor.judge_host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
-from mpitrain.doctor.judge_job import judge_mpi, judge_node_work, judge_shared_folder
-from mpitrain.doctor.judge_network import judge_clocks, judge_links, judge_ports
-from mpitrain.doctor.judge_packages import Aware, judge_gpu, judge_hdf5
-from mpitrain.doctor.judge_ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
+from mpitrain.doctor.judges.host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
+from mpitrain.doctor.judges.job import judge_mpi, judge_node_work, judge_shared_folder
+from mpitrain.doctor.judges.network import judge_clocks, judge_links, judge_ports
+from mpitrain.doctor.judges.packages import Aware, judge_gpu, judge_hdf5
+from mpitrain.doctor.judges.ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
 from mpitrain.doctor.network import Clock, Link, Reach
 from mpitrain.doctor.packages import Gpu, Hdf5, Need
 from mpitrain.doctor.ranks import Cores, Environment, Limits, Names, PeerReads, Versions
@@ -386,3 +387,41 @@ def test_a_port_counts_if_the_right_host_answers() -> None:
         assert not network.connects("127.0.0.1", port, token[::-1])  # another host with the same address
         listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
     assert not network.connects("127.0.0.1", port, token)
+
+
+def test_sources_that_differ_are_found_before_mpi_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beforehand, "job_name", lambda: "job")
+    folder = tmp_path / "runs/mine"  # is not made
+
+    def compared(*their: beforehand.Sources | None) -> list[Finding | None]:
+        """What each rank says; None: a rank that writes nothing."""
+        monkeypatch.setattr(beforehand, "_WAIT_S", 0.2 if None in their else 10.0)
+        own = threading.local()
+        monkeypatch.setattr(beforehand, "own_sources", lambda: own.sources)
+        ranks = [beforehand.Beforehand(folder, rank, len(their)) for rank in range(len(their))]
+
+        def of(rank: int) -> Finding | None:
+            own.sources = their[rank]
+            return ranks[rank].compare()
+
+        with ThreadPoolExecutor() as threads:
+            found = list(threads.map(of, [rank for rank, its in enumerate(their) if its is not None]))
+        for rank in reversed(ranks):
+            rank.close()
+        assert list(tmp_path.iterdir()) == []
+        return found
+
+    mine = beforehand.own_sources()
+    other = mine._replace(code="0123", folder="/stale", host="node7")
+    assert compared(mine, mine, mine._replace(folder="/copy", host="node2")) == [None] * 3
+    assert compared(mine) == compared(mine, None) == [None]
+    assert compared(None, mine, other) == [None, None]  # rank 0 prints the report, and waits in MPI
+    for found in (compared(mine, mine, other), compared(mine, None, other)):
+        (text,) = {finding.found for finding in found if finding is not None}
+        assert (
+            f"its sources on rank 2 on node7 ({mine.release} in /stale) differ from those on rank 0 on" in text
+            and None not in found
+        )
+    assert {finding.level for finding in compared(mine, mine._replace(release="9")) if finding} == {Level.ERROR}
+    monkeypatch.setattr(beforehand, "job_name", lambda: "")  # MPICH's mpirun names no job
+    assert compared(mine, other) == [None, None]

@@ -58,7 +58,8 @@ def judge_versions(facts: Mapping[str, Versions]) -> list[Finding]:
             Finding(
                 Level.ERROR,
                 "mpitrain",
-                f"its sources on {names(strangers)} ({facts[strangers[0]].place}) differ from those on {first_place} ({first.place})",
+                f"its sources on {names(strangers)} ({_shown(facts[strangers[0]])}) differ from those on {first_place} "
+                f"({_shown(first)})",
                 "the same sources everywhere: ranks must issue the same collectives",
                 "install the same commit on all hosts",
             )
@@ -66,8 +67,12 @@ def judge_versions(facts: Mapping[str, Versions]) -> list[Finding]:
     if not findings:
         packages = ", ".join(f"{name} {version}" for name, version in first.packages.items())
         same = f"; the same on {len(facts)} hosts" if len(facts) > 1 else ""
-        findings.append(ok("versions", f"Python {first.python}, {packages}{same}"))
+        findings.append(ok("versions", f"mpitrain {first.release}, Python {first.python}, {packages}{same}"))
     return findings
+
+
+def _shown(its: Versions) -> str:
+    return f"{its.release} in {its.place}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
