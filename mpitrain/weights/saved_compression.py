@@ -6,7 +6,7 @@ contributors each gets its own again. On another number each gets the mean of al
 matrix lie end to end. A basis of another shape is not loaded, and the method begins with its first one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -25,11 +25,18 @@ Read = Callable[..., None]
 class SavedCompression:
     """What of a model's compression is saved and loaded. Making it is collective.
 
-    `stages`: the ranks of the pipeline, or None. `read`: for a load.
+    `stages`: the ranks of the pipeline, or None. `read`: for a load. `names`: of the parameters whose state is loaded; None: all.
     """
 
-    def __init__(self, compression: Compression, stages: Communicator | None, read: Read | None) -> None:
+    def __init__(
+        self,
+        compression: Compression,
+        stages: Communicator | None,
+        read: Read | None,
+        names: Container[str] | None = None,
+    ) -> None:
         self._its, self._stages, self._read = compression, stages, read
+        self._states = [state for state in compression.states.values() if names is None or state.name in names]
         self._columns = _columns_of_bases(compression)
         has_residuals = torch.tensor([compression.has_residuals])
         compression.copy.all_reduce(has_residuals, "max")  # of all stages of a pipeline
@@ -43,7 +50,7 @@ class SavedCompression:
     def tensors(self) -> dict[str, Any]:
         """Each rank has those that it owns."""
         found: dict[str, Any] = {}
-        for state in self._its.states.values():
+        for state in self._states:
             if state.shape is None and not state.has_residual:
                 continue
             part = part_of(state.param.full)
@@ -59,7 +66,7 @@ class SavedCompression:
     def room(self, there: There) -> dict[str, Any]:
         """Of the tensors in a checkpoint those that can be loaded as they are, to be filled in place."""
         found: dict[str, Any] = {}
-        for state in self._its.states.values():
+        for state in self._states:
             name = _residual(state)
             if name in there.tensors and self._its.method.error_feedback and self._as_many(name, there):
                 if state.residual is None and self._its.owns(state):
@@ -73,7 +80,7 @@ class SavedCompression:
         """The residuals of another number of contributors: name and room, one after the other. After a load the next has the mean."""
         if not self._its.method.error_feedback:
             return
-        for state in self._its.states.values():
+        for state in self._states:
             name = _residual(state)
             if name not in there.tensors or self._as_many(name, there):
                 continue
@@ -100,7 +107,7 @@ class SavedCompression:
             return
         its.count, its._residual_scale = meta["reductions"], meta["scale"]
         its.has_residuals = meta["has_residuals"] and its.method.error_feedback
-        for state in its.states.values():
+        for state in self._states:
             if _residual(state) not in there.tensors:
                 its.reset_residual(state)
             elif its.method.error_feedback:

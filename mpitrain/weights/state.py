@@ -5,6 +5,8 @@
 - `outer_momentum/...`, `copies/...`: of local steps, what each copy of the model has of its own (by_copy.py).
 - `compression/KEY/NAME`: the state of `compress_gradients` (saved_compression.py).
 
+With `only=` a checkpoint has those of some NAMEs alone (chosen.py).
+
 A scalar parameter has a shard of shape (1,) on one rank and (0,) on the others, since no scalar can be empty. In a checkpoint it is
 a scalar as in the plain model, and the box of the one rank is the whole tensor.
 """
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.format.manifest import named
 from ckpt.ranks import ranks_of
 from ckpt.views import plain
 from collectives import Communicator
@@ -28,6 +31,7 @@ from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.weights.buffers import persistent_buffers, warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
+from mpitrain.weights.chosen import RECORD, Chosen, choose
 from mpitrain.weights.held import of_one_rank
 from mpitrain.weights.saved import Saved, look
 from mpitrain.weights.saved_compression import Read, SavedCompression
@@ -79,6 +83,7 @@ def save(
     meta: Mapping[str, Any] | None = None,
     ema: EMA | None = None,
     tensors: Mapping[str, Any] | None = None,
+    only: str | Sequence[str] | None = None,
     comm: Communicator | None = None,
     **options: Any,
 ) -> None:
@@ -91,8 +96,12 @@ def save(
     `comm`: for a model that is not sharded, the ranks that all hold this model and make this call; None: only this process saves.
     `meta`: a JSON-like dict of the user. `tensors`: further tensors in the form of `ckpt.save`. The options (`files`, `driver`,
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
+
+    `only`: a pattern of names of parameters and buffers, such as "*lora*", or several. Only these are saved, with their state in the
+    optimizer and their average, as for a model whose base is frozen; a module takes its buffers along. ValueError on all ranks if a
+    pattern matches nothing.
     """
-    state = collect(model, optimizer, meta=meta, ema=ema, tensors=tensors, comm=comm)
+    state = collect(model, optimizer, meta=meta, ema=ema, tensors=tensors, only=only, comm=comm)
     ckpt.save(path, state.tensors, comm=state.comm, meta=state.meta, **options)
 
 
@@ -103,14 +112,18 @@ def collect(
     meta: Mapping[str, Any] | None = None,
     ema: EMA | None = None,
     tensors: Mapping[str, Any] | None = None,
+    only: str | Sequence[str] | None = None,
     comm: Communicator | None = None,
 ) -> Collected:
     """The state that `save` writes, with the same arguments. Collective if the model is a pipeline."""
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     everything, described = dict(tensors or {}), dict(meta or {})
-    for kind in _kinds(model, optimizer, ema, stages):
+    chosen = choose(model, only, ranks_of(comm), stages, "mpitrain.save")
+    if chosen is not None:
+        described[RECORD] = list(chosen.patterns)
+    for kind in _kinds(model, optimizer, ema, stages, chosen):
         described |= kind.meta()  # first: it raises errors on all ranks
-        everything |= kind.tensors()
+        everything |= kind.tensors() if chosen is None else chosen.of(kind.tensors())
     buffers = {name: buffer for name, buffer in persistent_buffers(model).items() if f"model/{name}" in everything}
     of_first = {f"model/{name}" for name in buffers}
     warn_of_differences(buffers, comm, "mpitrain.save", stacklevel=4)
@@ -133,6 +146,7 @@ def load(
     comm: Communicator | None = None,
     copies: Sequence[str | os.PathLike[str]] | None = None,
     strict: bool = True,
+    only: str | Sequence[str] | None = None,
     cast: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -147,9 +161,14 @@ def load(
     other tensors in it are ignored. `strict=False`: parameters that it lacks, such as a new head, keep their values, their state in the
     optimizer, and the settings of their group if no other parameter of the group is there. `cast`, `verify`, `copies`: see `ckpt.load`.
 
+    `only`: patterns as of `save`. Only what they choose is loaded; all else keeps its values, and its state in the optimizer. A
+    checkpoint that was saved with `only` is loaded with the patterns of its save, with a RuntimeWarning on rank 0 that the rest of the
+    model keeps its values; with `only` or `strict=False` there is no warning.
+
     The state of `compress_gradients` and of `DiLoCo` belongs to the model: with local steps each copy of the model gets its own. From a
     checkpoint without such a state both begin with step 0, and all copies are the same.
-    Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model.
+    Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model, ValueError for a pattern that
+    matches nothing.
     """
     source = OnDisk(path, copies) if isinstance(path, str | os.PathLike) else path
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
@@ -158,8 +177,9 @@ def load(
     def read(wanted: Mapping[str, Any], **more: Any) -> None:
         source.load(wanted, comm=comm, verify=verify, **more)
 
-    kinds = _kinds(model, optimizer, ema, stages, hyperparameters=hyperparameters, strict=strict, read=read)
     there = on_rank0(ranks, lambda: look(str(source), source.entries()), doing)
+    chosen = choose(model, only, ranks, stages, doing, there, is_expected=not strict)
+    kinds = _kinds(model, optimizer, ema, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read)
     if (diloco := diloco_of(model)) is not None:
         diloco.load_state_dict(
             there.meta.get("diloco", {})
@@ -168,17 +188,19 @@ def load(
     with ranks.together(doing):
         _check_room(wanted)
         for kind in kinds:
-            wanted |= kind.room(there)
+            wanted |= kind.room(there) if chosen is None else chosen.of(kind.room(there))
     wanted = _with_names_of_all_stages(wanted, stages)
     whole = ["model/*"]  # all tensors of these names must find room
     if optimizer is not None and any(name.startswith("optimizer/") for name in there.tensors):
         whole.append("optimizer/*")
-    only = whole + [name for name in wanted if not name.startswith(("model/", "optimizer/"))]
+    if chosen is not None:
+        whole = list(dict.fromkeys((*chosen.paths(named(there.tensors, whole)), *wanted)))
+    read_only = whole + [name for name in wanted if not name.startswith(("model/", "optimizer/"))]
     arrays = _on_host(wanted)
     if not strict:
         arrays = {name: array for name, array in arrays.items() if name in there.tensors}
-        only = [pattern for pattern in only if pattern not in wanted or pattern in there.tensors]
-    read(arrays, only=only, strict=strict, cast=cast)
+        read_only = [pattern for pattern in read_only if pattern not in wanted or pattern in there.tensors]
+    read(arrays, only=read_only, strict=strict, cast=cast)
     _write_back(model, {name: wanted[name] for name in arrays}, arrays)
     for kind in kinds:
         kind.loaded(there)
@@ -190,14 +212,19 @@ def _kinds(
     optimizer: torch.optim.Optimizer | None,
     ema: EMA | None,
     stages: Communicator | None,
+    chosen: Chosen | None,
     *,
     hyperparameters: bool = True,
     strict: bool = True,
     read: Read | None = None,
 ) -> list[Saved]:
-    """The kinds of state here. `read`: for a load. Collective if the model is a pipeline, or has compression and is cut by tensor
-    parallelism."""
+    """The kinds of state here. `chosen`: None for all. `read`: for a load.
+
+    Collective if the model is a pipeline, or has compression and is cut by tensor parallelism.
+    """
     names = {} if optimizer is None else names_of(model, optimizer)
+    if chosen is not None:  # the parameters that are not chosen keep their state in the optimizer
+        names, strict = {param: name for param, name in names.items() if name in chosen.names}, False
     kinds: list[Saved] = [SavedModel(model, ema)]
     copies = None
     if (diloco := diloco_of(model)) is not None:
@@ -206,7 +233,7 @@ def _kinds(
         options = {"hyperparameters": hyperparameters, "strict": strict}
         kinds.append(SavedOptimizer(model, optimizer, names, copies=copies, stages=stages, **options))
     if (compression := compression_of(model)) is not None:
-        kinds.append(SavedCompression(compression, stages, read))
+        kinds.append(SavedCompression(compression, stages, read, None if chosen is None else chosen.names))
     return kinds
 
 
