@@ -19,6 +19,7 @@ from mpitrain.monitor.heading import heading
 from mpitrain.monitor.record.lines import is_evaluated
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.rank0 import on_rank0
+from mpitrain.sharding.step.same_inputs import not_compared
 from mpitrain.train import stop
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.totals import LossTotal
@@ -233,6 +234,7 @@ class Trainer:
         # Its words alone: the copies would keep the memory of their files.
         self._source = str(copies or start or "its beginning")
 
+    @not_compared()
     def _fit(self) -> bool:
         """Returns whether the run was asked to stop before its last step."""
         config, rank0 = self.config, self.comm.rank == 0

@@ -48,6 +48,7 @@ from mpitrain.sharding.step.gather_order import Gathers
 from mpitrain.sharding.step.prefetch import Prefetch
 from mpitrain.sharding.step.reach import check_error, check_graph, outside
 from mpitrain.sharding.step.reducer import Reducer
+from mpitrain.sharding.step.same_inputs import SameInputs
 from mpitrain.sharding.step.tree import Tree
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
@@ -120,6 +121,7 @@ class TrainingStep:
             [param.shard for unit in self._lasting for param in unit.params],
         )
         self.reducer = Reducer(units)
+        self._inputs = SameInputs(root, says=ranks.everyone.rank == 0)
         slices = units[0].slices
         self._slice_buffers = None if slices is None else SliceBuffers(root, slices, whole)
         if slices is not None and stage_of(root) is None:
@@ -191,6 +193,8 @@ class TrainingStep:
             slice_buffers = self._slice_buffers if is_root and with_grad else None
             if slice_buffers is not None:
                 slice_buffers.begin_forward()
+            if is_root and with_grad:
+                self._inputs.look(args, kwargs)
             if is_root and unit.slices is not None:
                 args, kwargs = aligned((args, kwargs))
             with seeded_at_places() if slice_buffers is not None else nullcontext():
@@ -391,11 +395,13 @@ class TrainingStep:
             for param in gradients.params:
                 if param.shard.grad is not None and not gradients.is_within_step:
                     run_accumulation_hooks(param.shard)  # not earlier, because these hooks may write to shards
+        self._inputs.warn()
 
     def _forget_unused(self) -> None:
         """Set the gradient of parameters that no rank used to None, like plain torch, so that an optimizer skips them.
 
-        The same message compares the order of gathers between the ranks, unless the model has several copies.
+        The same message compares the order of gathers between the ranks, unless the model has several copies, and the ranks' inputs
+        until that is done: see same_inputs.py.
         """
         params: dict[Communicator, list[tuple[Gradients, int]]] = {}
         for gradients in self.reducer.done:
@@ -404,12 +410,16 @@ class TrainingStep:
             )
         for comm, its in params.items():
             order = [] if self.ranks.has_replicas or comm is not self.ranks.data_parallel else self._gathers.both_ways()
-            used = torch.tensor([*order, *(gradients.was_used[index] for gradients, index in its)], dtype=torch.uint8)
-            comm.all_reduce(used, "max")
-            compared, used = used.tensor_split((len(order),))
+            is_compared = comm is self._trained_together(self.ranks) and comm.size > 1 and not self._inputs.is_over
+            inputs = self._inputs.both_ways() if is_compared else []
+            used = [gradients.was_used[index] for gradients, index in its]
+            message = comm.all_reduce(torch.tensor([*order, *inputs, *used], dtype=torch.uint8), "max")
+            most_order, most_inputs, most_used = message.tensor_split((len(order), len(order) + len(inputs)))
             if order:
-                self._check_gathers(compared)
-            for (gradients, index), anywhere in zip(its, used.tolist(), strict=True):
+                self._check_gathers(most_order)
+            if inputs:
+                self._inputs.check(most_inputs.tolist(), comm.size)
+            for (gradients, index), anywhere in zip(its, most_used.tolist(), strict=True):
                 gradients.was_used[index] = bool(anywhere)
                 if not anywhere and gradients.was_fresh[index]:
                     gradients.params[index].shard.grad = None
