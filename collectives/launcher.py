@@ -50,8 +50,11 @@ def environment_of_program() -> dict[str, str]:
 
 def launched_rank() -> int:
     """This process's rank from its launcher's variables, without starting MPI; -1 without a launcher, and in the child of a rank."""
-    if _parent_rank():
-        return -1
+    return -1 if _parent_rank() else _inherited_rank()
+
+
+def _inherited_rank() -> int:
+    """The rank in the launcher's variables, also in the child of a rank; -1 without a launcher."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), -1)
 
 
@@ -164,7 +167,7 @@ def is_live_terminal() -> bool:
     cannot find out by itself: mpirun/train sets MPITRAIN_TTY.
     """
     told = os.environ.get("MPITRAIN_TTY")
-    return told == "1" if told is not None else launched_rank() < 0 and sys.stdout.isatty()
+    return told == "1" if told is not None else _inherited_rank() < 0 and sys.stdout.isatty()
 
 
 def check_main_program() -> None:

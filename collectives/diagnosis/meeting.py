@@ -112,6 +112,7 @@ class Meeting:
         self._refuse_at = _NEVER
         stagger_s = min(_STAGGER_S, _MAX_STAGGER_S / post.size) * post.rank
         self._ask_at = now + notice_s + stagger_s if notice_s else _NEVER
+        self._end_at = now + self._limit_s + stagger_s  # so that one rank prints the error
         self._tell_at = _NEVER
         if post.rank:
             self._send([0], Kind.HERE)
@@ -132,7 +133,7 @@ class Meeting:
             self._tell_at = _NEVER
             if silent := self._silent():
                 dump.say(f"world() has waited {now - self._began:.0f} s for {shown_ranks(silent)}: {_WHY}")
-        if now - self._began >= self._limit_s:
+        if now >= self._end_at:
             who = shown_ranks(self._silent() if self._post.rank == 0 else [0])
             limit = f"within {self._limit_s:g} s (MPITRAIN_DEADLINE_S)"
             self._refuse(f"world() has had no answer of {who} {limit}: {_WHY}; {_REMEDY}")
@@ -143,6 +144,10 @@ class Meeting:
         if len(message) < _RECORD.size or not message.startswith(_MAGIC):
             return False
         _, kind, *fields, num_refused = _RECORD.unpack_from(message)
+        if peer == 0:
+            self._end_at = max(
+                self._end_at, self._began + self._limit_s + _GRACE_S
+            )  # rank 0 is there, and says at its end who is not
         if kind == Kind.HERE:
             self._records[peer] = Record(*fields)
         elif kind == Kind.SOURCES:
