@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from extent import FULL
+from extent import FULL, extent
 from launching import ROOT, Result, is_open_mpi, launch
 
 pytestmark = pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
@@ -146,10 +146,10 @@ def test_a_rank_that_stops_before_the_monitors_have_found_each_other_ends_the_jo
     [("from mpi4py import MPI", "sys.exit(3)", 3), ("", "from mpi4py import MPI; MPI.Finalize()", 0)],
 )
 def test_mpi_finalize_does_not_wait_for_a_lost_rank(before: str, after: str, code: int) -> None:
-    """mpi4py calls it if it is imported first, and the program may. It stood still in one of five jobs: try `for _ in range(20)`."""
+    """mpi4py calls it if it is imported first, and the program may. It stood still in one of five jobs."""
     script = f"{before}\n{LOOP.format(leave='os.kill(os.getpid(), 9)')}\n{after}\n"
-    result = launch(
-        3, "-c", script, options=["--with-ft", "ulfm"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout_s=30
-    )
-    assert (result.returncode, result.stdout.count("sum 1.0")) == (code, 1), str(result)
-    assert result.seconds < 15, str(result)
+    env = {"PYTHONPATH": str(ROOT)}
+    for _ in range(extent(1, 10)):
+        result = launch(3, "-c", script, options=["--with-ft", "ulfm"], cwd=ROOT, env=env, timeout_s=30)
+        assert (result.returncode, result.stdout.count("sum 1.0")) == (code, 1), str(result)
+        assert result.seconds < 15, str(result)
