@@ -98,6 +98,13 @@ class ShardedModule(nn.Module):
         if self._step is not None:
             self._step.reduce_gradients()
 
+    @contextmanager
+    def one_backward(self) -> Iterator[None]:
+        """In the block each rank has one backward, or none, if it has no gradient to compute: then it takes part in the end of the
+        backwards of other ranks, with zeros. Collective."""
+        with step_of(self).one_backward():
+            yield
+
     def slices_of_step(self) -> Slices | None:
         """The slices of a global batch, each of which needs a backward; None without them."""
         return self._unit.slices

@@ -211,10 +211,6 @@ class Pipeline:
             if at == final:
                 self._reduce_gradients(True)
             run.take(at)
-        # The last action may have had no backward: the gradient of a stage's input was computed with those of its weights.
-        reduce: Any = getattr(self.stages.model, "reduce_gradients", None)
-        if reduce is not None:
-            reduce()
 
     @torch.no_grad()
     def evaluate(

@@ -97,15 +97,22 @@ class Run:
         if kind == "F":
             self._forward(stage, micro, came)
         elif kind == "B":
-            self._backward(stage, micro, came)
+            with self._one_backward():
+                self._backward(stage, micro, came)
             if self._tied is not None:
                 self._tied.after_backward(stage)
         elif kind == "I":
-            with waiting() as later:
+            with self._one_backward(), waiting() as later:
                 self._backward(stage, micro, came)
             self._later[stage, micro] = later if self._tied is None else self._all_later(stage, later, self._tied)
         else:
-            compute(self._later.pop((stage, micro)))
+            with self._one_backward():
+                compute(self._later.pop((stage, micro)))
+
+    def _one_backward(self) -> AbstractContextManager[Any]:
+        """What is open around each backward. Ranks with other data may skip all layers of a stage, so that an action has none."""
+        each: Any = getattr(self._model, "one_backward", nullcontext)
+        return each()
 
     def _forward(self, stage: int, micro: int, x: torch.Tensor | None) -> None:
         args, kwargs = self._calls[micro]
@@ -133,14 +140,13 @@ class Run:
 
     def _backward(self, stage: int, micro: int, grad: torch.Tensor | None) -> None:
         x, y = self._entered.pop((stage, micro)), self._left.pop((stage, micro))
-        if y.requires_grad:  # not if all parameters of the first stage are frozen
+        if y.requires_grad:  # not if all parameters of the first stage are frozen, or none was used
             if grad is None:
                 y.backward()
             else:
                 backward([y], [grad])
         if x is not None:
-            assert x.grad is not None
-            self.messages.send("B", stage, micro, x.grad)
+            self.messages.send("B", stage, micro, torch.zeros_like(x) if x.grad is None else x.grad)
 
     def _all_later(self, stage: int, later: Later, tied: TiedRounds) -> Later:
         """Leave all gradients of a backward to its second half, the round, but those that the stage lends: see [Note: tied slices]."""
@@ -149,7 +155,9 @@ class Run:
         left: Later = []
         for layer in later:
             (now if any(_is_of(param, lent) for param in layer[0]) else left).append(layer)
-        compute(now)
+        if lent:
+            with self._one_backward():
+                compute(now)
         tied.after_backward(stage)
         return [*(([full], partial(tuple, [grad])) for full, grad in self._model.take_full_gradients()), *left]
 

@@ -25,7 +25,7 @@ each stage has rounds of its own. The first half of a backward that is divided r
 
 [Note: rounds] With slices a backward is a round of the step, and each reduction adds its gradients to the sums. A backward that
 computes no gradient of a parameter is no round, as that of `torch.autograd.grad` for inputs: it reduces nothing. So reductions begin
-only when the first gradient has come.
+only when the first gradient has come. Of stages it is known which backwards are rounds.
 
 [Note: compressed] With `compress_gradients` the average over copies of the model comes last, after the end of the backward and after
 the ranks have found the parameters that none has used: `compress`. Until then full gradients stay where autograd put them.
@@ -194,7 +194,8 @@ class Reducer:
             order = [each for each in self.order if self.stages is None or each[1].stage in self.stages]
             self._turns[self.stages] = _Turn(self.units, order)
         self._turn = self._turns[self.stages]
-        self.is_pending = any(gradients.sums is not None for _, gradients in self._turn.order)
+        # Each backward of a stage is declared as a round, or as none. So it is one, too, on a rank that has used nothing of the stage.
+        self.is_pending = self.stages is None and any(gradients.sums is not None for _, gradients in self._turn.order)
         self._missing = {unit: set(trained) for unit, trained in self._turn.trained.items()}
         self.done.clear()
         for _, gradients in self.order:

@@ -338,12 +338,15 @@ class TrainingStep:
         """Begin a backward, unless it has begun."""
         if self.phase is Phase.BACKWARD:
             return
+        self._open_backward()
+        at_end_of_backward(self._end_backward)
+
+    def _open_backward(self) -> None:
         self._begin_reductions()
         for unit in self._lasting:
             self._unshard(unit)
         with self._communicating():
             self._prefetch.begin("backward")
-        at_end_of_backward(self._end_backward)
 
     def _begin_reductions(self) -> None:
         self._fence.go_on()
@@ -439,6 +442,15 @@ class TrainingStep:
         if self.reducer.waits:
             self._begin_reductions()
             self._end_reductions()
+
+    @contextmanager
+    def one_backward(self) -> Iterator[None]:
+        """See `ShardedModule.one_backward`."""
+        before = self.num_backwards
+        yield
+        if self.num_backwards == before:
+            self._open_backward()
+            self._end_backward()
 
     def set_stage(self, stage: int, *, is_round: bool) -> None:
         """The next forward or backward is one of this stage of a pipeline. `is_round`: see `ShardedModule.set_stage`."""

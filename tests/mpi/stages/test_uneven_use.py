@@ -1,0 +1,93 @@
+"""Data ranks that use different blocks in a pipeline, as with layer dropout: each counts with zeros for what it skips."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mpitrain
+from collectives import Communicator
+
+MICRO = 4
+PLAN = mpitrain.StagePlan(first=("embed",), blocks="blocks", last=("head",), stream="x", input="tokens")
+Skips = Callable[[int, int, int], bool]
+"""Whether a data rank leaves out a micro-batch in a block."""
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(8, 8, bias=number % 2 == 0)
+        self.skips: Callable[[int, int], bool] = lambda micro, number: False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        micro = x.shape[1] - 2  # the first micro-batch has two tokens, and each has one more than that before it
+        return x * 1.0 if self.skips(micro, self.number) else x + self.linear(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(map(Block, range(4)))
+
+    def forward(self, tokens: torch.Tensor | None = None, x: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(tokens) if x is None else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def skip(self, skips: Skips, rank: int) -> None:
+        for block in self.blocks.children():
+            block.skips = lambda micro, number: skips(rank, micro, number)
+
+
+def tokens_of(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(0, 16, (2, 2 + micro), generator=generator) for micro in range(MICRO)]
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+SKIPS: dict[str, Skips] = {
+    "one rank skips all": lambda rank, micro, number: rank == 1,
+    "other micro-batches": lambda rank, micro, number: (rank + micro) % 2 == 0,
+    "other blocks": lambda rank, micro, number: (7 * rank + 3 * micro + 5 * number) % 3 == 0,
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "which"),
+    [*(("zb-h1", which) for which in SKIPS), *((name, "other blocks") for name in ("1f1b", "zb-v", "dualpipe-v"))],
+)
+def test_the_gradients_are_those_of_the_plain_model(comm: Communicator, schedule: str, which: str) -> None:
+    skips = SKIPS[which]
+    ways: list[dict[str, Any]] = [{}, {"slices": 2 * MICRO}]
+    if which == "other blocks":
+        ways += [{"storage": "private"}, {"stage": 0}]  # a rank may skip parts of a unit
+    mesh = mpitrain.mesh(comm, pp=2)
+    plain = Model()
+    models = [copy.deepcopy(plain) for _ in ways]
+    for rank in range(2):
+        plain.skip(skips, rank)
+        for tokens in tokens_of(rank):
+            (loss_of(plain(tokens), tokens) / MICRO / 2).backward()
+    expected = {name: param.grad.norm().item() for name, param in plain.named_parameters() if param.grad is not None}
+    own = tokens_of(mesh["dp_shard"].rank)
+    for model, options in zip(models, ways, strict=True):
+        pipe = mpitrain.pipeline(model, mesh["pp"], schedule, micro_batches=MICRO, plan=PLAN)
+        mpitrain.fully_shard(model, mesh, **options)
+        model.skip(skips, mesh["dp_shard"].rank)
+        if "slices" in options:
+            list(mpitrain.rounds(model))
+        scale = (lambda loss: loss) if "slices" in options else (lambda loss: loss / MICRO)
+        pipe.step(own, lambda logits, micro: loss_of(logits, own[micro]), scale=scale)
+        assert mpitrain.grad_norms(model) == pytest.approx(expected, rel=1e-5)
+    mesh.free()
