@@ -19,6 +19,7 @@ from mpitrain.parts import Part
 from mpitrain.stage_streams import SplitStream, mark_split, stream_of_stages
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
+from mpitrain.tensor.forgotten import NameForgotten
 from mpitrain.tensor.inputs import CheckParts, check_inputs
 from mpitrain.tensor.layers import features_of, has_own_product
 from mpitrain.tensor.layout import Layout
@@ -153,12 +154,22 @@ class _Cutter:
         if hasattr(self.modules[""], "resize_token_embeddings"):
             self.modules[""].resize_token_embeddings = _refuse_resize
         self._mark_inputs()
+        lengths = {pair for name, param in self.params.items() for pair in self._lengths_of(name, param)}
+        self.modules[""].register_forward_hook(NameForgotten(self.styles, lengths), always_call=True)
         self._before("", partial(check_inputs, self.ranks.exchange), prepend=True)
         self.modules[""].register_forward_pre_hook(CheckParts(self.params), prepend=True)
         blocks = {block for stack in self.layout.stacks.values() for block in stack}
         random.separate(
             self.ranks, self.modules, self.styles, regions=self.layout.regions, blocks=blocks, wholes=self.layout.wholes
         )
+
+    def _lengths_of(self, name: str, param: nn.Parameter) -> list[tuple[int, int]]:
+        """The length of a parameter along which it is cut, and that of this rank's part; of each of its matrices, too."""
+        if (cut := self.cuts.of.get(id(param))) is None:
+            return []
+        part = _part(self.modules[parent_of(name)].get_parameter(name.rpartition(".")[2])).shape[cut.dim]
+        lengths = {(param.shape[cut.dim], part), (cut.lengths[0], part // len(cut.lengths))}
+        return [(length, of_part) for length, of_part in lengths if of_part < length]
 
     def _mark_inputs(self) -> None:
         """Mark the modules that get the same stream on all ranks."""
