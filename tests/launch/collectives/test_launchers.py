@@ -38,10 +38,10 @@ def test_another_mpi_s_mpirun_is_refused() -> None:
 
 def test_a_process_of_torchrun_is_refused() -> None:
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none"}
-    result = run([sys.executable, "-m", "mpitrain", "--train.steps", "1"], cwd=ROOT, env=env)
+    result = run([sys.executable, "-c", "import collectives; collectives.world()"], cwd=ROOT, env=env)
     assert result.returncode == 1, str(result)
     assert "RuntimeError: torchrun has started 2 processes" in result.stderr, str(result)
-    assert "mpirun -np 2 python -m mpitrain --train.steps 1. " in result.stderr, str(result)
+    assert "mpirun -np 2 python -c 'import collectives; collectives.world()'. " in result.stderr, str(result)
 
 
 @pytest.mark.parametrize(

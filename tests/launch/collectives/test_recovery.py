@@ -150,6 +150,6 @@ def test_mpi_finalize_does_not_wait_for_a_lost_rank(before: str, after: str, cod
     script = f"{before}\n{LOOP.format(leave='os.kill(os.getpid(), 9)')}\n{after}\n"
     env = {"PYTHONPATH": str(ROOT)}
     for _ in range(extent(1, 10)):
-        result = launch(3, "-c", script, options=["--with-ft", "ulfm"], cwd=ROOT, env=env, timeout_s=30)
+        result = launch(2, "-c", script, options=["--with-ft", "ulfm"], cwd=ROOT, env=env, timeout_s=30)
         assert (result.returncode, result.stdout.count("sum 1.0")) == (code, 1), str(result)
         assert result.seconds < 15, str(result)

@@ -99,5 +99,4 @@ def test_a_build_and_an_archive_of_the_sources_have_the_commit(tmp_path: Path) -
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
-    setup("build_py", "--build-lib", "../again", cwd=unpacked)
-    assert version.commit_of(tmp_path / "again") == version.commit_of(unpacked) == COMMIT
+    assert version.commit_of(unpacked) == COMMIT
