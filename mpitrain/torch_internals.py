@@ -36,16 +36,28 @@ def hook_gradient(tensor: torch.Tensor, act: Callable[[torch.Tensor], Any]) -> N
     tensor.register_hook(act)
 
 
-def is_freed(node: Any) -> bool:
-    """Whether a backward went through this node of a graph and freed the saved tensors: no further backward can enter the node.
+def nodes_made() -> int:
+    """How many nodes of graphs autograd has made on this thread: the number of the next one."""
+    return torch._C._autograd._get_sequence_nr()
 
-    Only an attempt to read the saved tensors shows this.
-    """
-    try:
-        node.saved_tensors  # noqa: B018
-    except RuntimeError:
-        return True
-    return False
+
+def node_number(node: Any) -> int:
+    """The place of a node in the order in which its thread has made nodes. That of a leaf is larger than all."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The tensor whose gradient this node accumulates; None for any other node."""
+    if node.next_functions or type(node).__name__ != "AccumulateGrad":
+        return None
+    leaf: torch.Tensor = node.variable
+    return leaf
+
+
+def outdate(tensors: Sequence[torch.Tensor]) -> None:
+    """Let autograd refuse the backward of graphs that have saved these tensors: their memory has other values now."""
+    torch.autograd.graph.increment_version(tensors)
 
 
 def count_writes(tensors: Iterable[torch.Tensor]) -> int:

@@ -16,8 +16,8 @@ def name_places() -> None:
     inner = ("weights", "tensor", "optim", "agreement", "parts")
     stacks.pass_over("torch", __name__.rpartition(".")[0], *(f"mpitrain.{name}" for name in inner))
     stacks.name(ShardedModule.__call__, lambda local: f"the forward of {_name(local['self'])}")
-    stacks.name(TrainingStep._before_backward, lambda local: f"the backward of {local['unit'].name}")
-    stacks.name(TrainingStep._all_back, lambda local: f"the backward of {local['unit'].name}")
+    stacks.name(TrainingStep._enter, lambda local: f"the backward of {local['call'].unit.name}")
+    stacks.name(TrainingStep._complete, lambda local: f"the backward of {local['unit'].name}")
     stacks.name(
         TrainingStep.on_gradient,
         lambda local: f"the backward of {local['self'].reducer.gradients[local['number']][0].name}",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mpitrain.optim.torch_calls import around, watch_norms
+from mpitrain.sharding.step.step import routes_of
 from mpitrain.sharding.unit import rows
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import all_sharded
@@ -22,12 +23,14 @@ def watch_calls() -> None:
 
 
 def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backward for the gradients of chosen tensors (`torch.autograd.grad`): RuntimeError if a shard is among them."""
-    asked = {id(tensor) for tensor in (args[3] if len(args) > 3 else ()) if box_of(tensor) is not None}
+    """A backward, which the steps of the models on its way follow: RuntimeError if a shard is among the inputs that it asks for."""
+    inputs = args[3] if len(args) > 3 else ()
+    asked = {id(tensor) for tensor in inputs if box_of(tensor) is not None}
     param = next((param for param in all_sharded() if id(param.shard) in asked), None) if asked else None
     if param is not None:
         raise RuntimeError(
             f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is not part of the graph; call "
             "loss.backward(), after which param.grad has this rank's rows, averaged over the ranks"
         )
-    return original(outputs, *args, **kwargs)
+    with routes_of(outputs, inputs):
+        return original(outputs, *args, **kwargs)

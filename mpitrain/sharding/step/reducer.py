@@ -1,9 +1,10 @@
 """The reductions of a backward: their order, their buffers, and their overlap with the computation.
 
-[Note: complete] A unit is complete when a backward has computed all its gradients. If full parameters last, this is when autograd
-has accumulated the gradient of each parameter. If full parameters are freed, or if some parameters got no gradient in an earlier
-backward, this is when the gradients of the module's inputs have come (calls.py), because a unit with frozen parameters needs its full
-parameters until then. At the end of the backward every unit is complete.
+[Note: complete] A unit is complete when a backward has computed all its gradients: autograd has accumulated the gradient of each
+parameter that the backward reaches, which it does once in a backward. The route of the backward (route.py) tells which these are;
+without it, they are all that are trained. A unit whose full parameters do not last must also have passed all its exits, because they
+are freed then. If a backward runs other backwards within itself (reruns.py), a gradient may come several times; then the unit is
+complete when the module has run again as often as in the forward. At the end of the backward every unit is complete.
 
 [Note: order] Reductions are collective, so all ranks issue them in one order: the reverse of the modules' order. A complete unit waits
 for the units before it in this order. A unit that this rank did not use is reduced, as zeros, at the end of the backward.
@@ -37,6 +38,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from collectives import Communicator
+from mpitrain.sharding.step.route import Expected
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.ranks import DataParallelRanks
@@ -63,8 +65,8 @@ class Reducer:
         self.compression = next((unit.compression for unit in units if unit.compression is not None), None)
         self.done: list[Gradients] = []
         """The gradients whose reduction has begun in this backward."""
-        self.by_inputs = {unit for unit in units if not unit.lasts}
-        """The units that are complete when the gradients of their modules' inputs have come. All others: see [Note: complete]."""
+        self.has_missed = False
+        """Whether some parameters of a unit got no gradient in a backward that expected those of all."""
         self.gradients: list[tuple[Unit, Gradients]] = []
         """All gradients that are reduced, in the order in which they were added: an index of this list stays valid."""
         self._complete: set[Unit] = set()
@@ -72,6 +74,7 @@ class Reducer:
         # Parameters whose gradients have not come in this backward.
         self._missing: dict[Unit, set[tuple[Gradients, int]]] = {}
         self._turn = _Turn([], [])  # what this backward reduces
+        self._expects_all = True
         self._next = 0  # index, in the turn, of the gradients to reduce next
         self.stages: tuple[int, ...] | None = None
         """The stages of a pipeline whose gradients the next backwards reduce; None: all. See [Note: rounds of stages]."""
@@ -122,15 +125,16 @@ class Reducer:
     # From autograd's hook to the shards: `take`, `complete`, then `begin_reduction` and `end_reduction` in unit/gradients.py
 
     def take(self, number: int, index: int) -> Unit | None:
-        """Take the full gradient of parameter `index` of `gradients[number]`. Returns the unit if this gradient was its last one."""
+        """Take the full gradient of parameter `index` of `gradients[number]`. Returns the unit, unless another stage reduces it."""
         unit, gradients = self.gradients[number]
         place = self._turn.places.get(gradients)
         if place is None:
             return None  # of another stage
         if place < self._next and unit.sync_gradients:
             raise RuntimeError(
-                f"parameter {gradients.params[index].name} got a second gradient in one backward, after the first was reduced: its "
-                "module ran twice under reentrant activation checkpointing; pass use_reentrant=False"
+                f"parameter {gradients.params[index].name} got a second gradient in one backward, after the first was reduced: an "
+                "autograd function around a call of its module runs a backward within the backward, as reentrant activation "
+                "checkpointing does; pass use_reentrant=False, or shard that module by itself (fully_shard(module))"
             )
         self.is_pending = False
         stays = gradients.adopts or gradients.stays_full
@@ -138,9 +142,8 @@ class Reducer:
             gradients.place_grad(index, self._buffer(unit, gradients))
         elif not unit.sync_gradients:
             gradients.waiting.add(index)
-        missing = self._missing[unit]
-        missing.discard((gradients, index))
-        return unit if not missing and unit not in self.by_inputs else None
+        self._missing[unit].discard((gradients, index))
+        return unit
 
     def complete(self, unit: Unit) -> None:
         """Mark a unit as complete: see [Note: complete]. Then reduce the complete units that are next in order."""
@@ -185,8 +188,8 @@ class Reducer:
 
     # A backward
 
-    def begin(self) -> None:
-        """Begin a backward."""
+    def begin(self, expected: Expected | None = None) -> None:
+        """Begin a backward. `expected`: the gradients that will come; None: those of all trained parameters."""
         self._next = 0
         self._left_some = False
         self._complete.clear()
@@ -196,19 +199,36 @@ class Reducer:
         self._turn = self._turns[self.stages]
         # Each backward of a stage is declared as a round, or as none. So it is one, too, on a rank that has used nothing of the stage.
         self.is_pending = self.stages is None and any(gradients.sums is not None for _, gradients in self._turn.order)
-        self._missing = {unit: set(trained) for unit, trained in self._turn.trained.items()}
+        self._expects_all = expected is None
+        self._missing = {
+            unit: set(trained) if expected is None else trained & expected.get(unit, set())
+            for unit, trained in self._turn.trained.items()
+        }
         self.done.clear()
         for _, gradients in self.order:
             gradients.is_compressed = self.compression is not None and self.compression.takes(gradients)
+
+    def expect(self, more: Expected) -> None:
+        """Expect the gradients of a backward within the backward, too."""
+        for unit, places in more.items():
+            self._missing[unit] |= self._turn.trained[unit] & places
+
+    def expect_all(self, unit: Unit) -> None:
+        """Expect all gradients of a unit, those that have come once more."""
+        self._missing[unit] = set(self._turn.trained[unit])
+
+    def has_all(self, unit: Unit) -> bool:
+        """Whether all gradients of a unit that were expected have come."""
+        return not self._missing[unit]
 
     def end(self, *, makes_graph: bool) -> None:
         """End a backward: reduce the other units, and wait. `makes_graph`: the backward recorded a graph for a later backward."""
         if self.is_pending:
             return
-        if not makes_graph:
-            self.by_inputs |= {
-                unit for unit, left in self._missing.items() if 0 < len(left) < len(self._turn.trained[unit])
-            }
+        if not makes_graph and self._expects_all:
+            self.has_missed |= any(
+                0 < len(left) < len(self._turn.trained[unit]) for unit, left in self._missing.items()
+            )
         while self._next < len(self._turn.order):
             self._reduce_next()
         self._end_one()

@@ -7,8 +7,8 @@ A parameter between two forwards (unit/storage.py says which full parameters are
 3. After the module's own forward `_reshard` shows the shards again and frees gathered full parameters, unless `reshard_after_forward`
    keeps them, or a part of them. Those of the outermost module stay, because the backward begins there. `close` shows the shards of the
    full parameters that last after the outermost forward.
-4. In the backward `_begin_backward` unshards the units that last. The hook `_before_backward` on an output of a module unshards any
-   other unit. `_all_back` or `_end_backward` reshards these units, and `close` the units that last.
+4. A backward follows a route ([Note: route] in route.py). `_begin_backward` unshards the units that last. Before the backward comes
+   into a call of a module, `_enter` unshards any other unit. `_complete` or `_end_backward` reshards them, and `close` those that last.
 5. The optimizer writes the shards, those in resident memory after a fence (fences.py). The next forward fills full parameters.
 
 A gradient between autograd and the optimizer:
@@ -28,7 +28,7 @@ through that graph, and the next forward begins. A later backward through the gr
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
@@ -42,12 +42,14 @@ from mpitrain.models.draws import mark_places, seeded_at_places
 from mpitrain.parts import stage_of
 from mpitrain.sharding.slices.buffers import SliceBuffers
 from mpitrain.sharding.step.arguments import aligned, cast, tensors_in
-from mpitrain.sharding.step.calls import Calls
 from mpitrain.sharding.step.fences import Fence
 from mpitrain.sharding.step.gather_order import Gathers
+from mpitrain.sharding.step.nodes import Call, Place, forget_calls
 from mpitrain.sharding.step.prefetch import Prefetch
 from mpitrain.sharding.step.reach import check_error, check_graph, outside
 from mpitrain.sharding.step.reducer import Reducer
+from mpitrain.sharding.step.reruns import Reruns
+from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.same_inputs import SameInputs
 from mpitrain.sharding.step.tree import Tree
 from mpitrain.sharding.unit.gradients import Gradients
@@ -57,8 +59,8 @@ from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_internals import (
     at_end_of_backward,
     count_writes,
-    hook_gradient,
     in_backward,
+    outdate,
     run_accumulation_hooks,
 )
 
@@ -103,7 +105,11 @@ class TrainingStep:
         self._held: set[Unit] = set()  # units that stay full until `let_go`
         self._running: set[Unit] = set()  # units whose modules' calls have not returned
         self._ran: set[Unit] = set()  # units whose modules ran in this forward, or in the last one
-        self._calls = {unit: Calls(partial(self._all_back, unit)) for unit in units}
+        self.places: dict[int, Place] = {}
+        """Where the gradient of a full parameter belongs, by the `id` of the parameter."""
+        self._routes: list[Route] = []  # of the backward under way, and of backwards within it
+        self._reruns = Reruns()
+        self._writes: int | None = None  # the count of writes to the shards at the last forward
         self._lasting = [unit for unit in units if unit.lasts]
         self._passing = [unit for unit in units if not unit.lasts]
         self._compares = bool(self._passing) and ranks.shard.size > 1
@@ -176,6 +182,8 @@ class TrainingStep:
         if in_backward():
             # Activation checkpointing computes a forward again, and the backward that follows needs the parameters.
             self._begin_backward()  # with reentrant checkpointing this may be the first call of a backward
+            if self._reruns.run_again(unit):
+                self.reducer.expect_all(unit)
             return self._run(unit, call, args, kwargs)
         is_root, with_grad = self.phase is not Phase.FORWARD, torch.is_grad_enabled()
         if is_root and unit is not self.units[0] and not is_entry:
@@ -188,8 +196,8 @@ class TrainingStep:
             if is_root:
                 self.open()
             self._running.add(unit)
-            written = count_writes(self._shards) if is_root else None
             self._ran.add(unit)
+            self._reruns.note(unit, is_root=is_root, with_grad=with_grad)
             slice_buffers = self._slice_buffers if is_root and with_grad else None
             if slice_buffers is not None:
                 slice_buffers.begin_forward()
@@ -198,16 +206,11 @@ class TrainingStep:
             if is_root and unit.slices is not None:
                 args, kwargs = aligned((args, kwargs))
             with seeded_at_places() if slice_buffers is not None else nullcontext():
-                output = self._run(
-                    unit, call, args, kwargs, is_watched=with_grad and not is_inner and unit in self.reducer.by_inputs
-                )
+                output = self._run(unit, call, args, kwargs, is_root=is_root)
             if slice_buffers is not None:
                 slice_buffers.end_forward()
-            unit.check_output(tensors_in(output))
-            if with_grad and (is_root or not unit.lasts):
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad:
-                        hook_gradient(tensor, partial(self._before_backward, unit, written))
+            if not unit.lasts:
+                unit.check_output(tensors_in(output))
             if is_root and with_grad and not self._is_reach_checked:
                 # Code that reaches into other modules does so in every forward, so one check of a graph is enough.
                 check_graph(output, self._passing, self._tree.module)
@@ -233,16 +236,16 @@ class TrainingStep:
     def _module_of(self, unit: Unit) -> nn.Module:
         return next(module for module in self._tree.module.modules() if unit_of(module) is unit)
 
-    def _run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any, *, is_watched: bool = False) -> Any:
-        """Unshard a unit, and run its module's own forward with the dtypes of the policy. `is_watched`: see calls.py."""
+    def _run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any, *, is_root: bool = False) -> Any:
+        """Unshard a unit, and run its module's own forward with the dtypes of the policy."""
         self._unshard(unit)
-        policy = unit.policy
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = cast((args, kwargs), policy.param_dtype)
-        if is_watched:
-            args, kwargs = self._calls[unit].watch(args, kwargs)
-        output = call(*args, **kwargs)
-        return output if policy.output_dtype is None else cast(output, policy.output_dtype)
+        is_recorded = torch.is_grad_enabled() and (is_root or not unit.lasts)
+        with Call(self, unit, self._writes or 0) if is_recorded else nullcontext():
+            policy = unit.policy
+            if policy.param_dtype is not None and policy.cast_forward_inputs:
+                args, kwargs = cast((args, kwargs), policy.param_dtype)
+            output = call(*args, **kwargs)
+            return output if policy.output_dtype is None else cast(output, policy.output_dtype)
 
     def open(self) -> None:
         """Called before the outermost forward: see [Note: fences] in fences.py. First cleans up after an earlier exception."""
@@ -262,6 +265,7 @@ class TrainingStep:
             if self._graph is Graph.LIVE and was_full and not unit.lasts:
                 unit.unshard()
                 unit.hide()
+        self._notice_writes()
         self.phase = Phase.FORWARD
         with self._communicating():
             for unit in self._lasting:
@@ -274,6 +278,15 @@ class TrainingStep:
                 self._unshard(unit)
         with self._communicating():
             self._prefetch.begin("forward")
+
+    def _notice_writes(self) -> None:
+        """After writes to the shards, let autograd refuse the backward of each earlier forward, whose values are gone."""
+        writes = count_writes(self._shards)
+        if writes != self._writes:
+            if self._writes is not None:
+                outdate([param.full for unit in self.units for param in unit.params])
+                forget_calls(self, writes)
+            self._writes = writes
 
     def _agree(self) -> bool:
         """Let the reducer find thawed parameters. Returns whether its message replaces the fence, because the same ranks took part."""
@@ -314,25 +327,47 @@ class TrainingStep:
         # A hook refers to the step weakly, and to the gradients by a number. Python's garbage collector does not see torch's hooks: a
         # strong reference would keep the model alive for ever.
         this = weakref.ref(self)
-        for number, (_, gradients) in enumerate(self.reducer.gradients[self._num_watched :], self._num_watched):
+        for number, (unit, gradients) in enumerate(self.reducer.gradients[self._num_watched :], self._num_watched):
             for index, param in enumerate(gradients.params):
                 param.full.register_post_accumulate_grad_hook(partial(_on_gradient, this, number, index))
+                self.places[id(param.full)] = Place(unit, gradients, index)
         self._num_watched = len(self.reducer.gradients)
 
-    def _before_backward(self, unit: Unit, written: int | None, grad: torch.Tensor) -> torch.Tensor:
-        """Called with the gradient of a module's output. `written`: the count of writes to the shards at the root's forward."""
-        if written is not None and written != count_writes(self._shards):
+    @property
+    def looks_inside(self) -> bool:
+        """Whether it must be known what a backward does within calls: see [Note: route] in route.py."""
+        return bool(self._passing) or self.reducer.has_missed
+
+    def follow(self, route: Route) -> None:
+        """Called before a backward that takes this route. RuntimeError if the shards were written since the forward."""
+        writes = count_writes(self._shards)
+        if self.phase is not Phase.BACKWARD and any(call.writes != writes for call in route.calls):
             self._fence.forget()
             raise RuntimeError(
                 "parameters were written between a forward and its backward (by an optimizer, an EMA, a load), so the gradients would "
                 "fit neither the old nor the new values; run the backward first, or the forward again"
             )
+        route.watch(self._enter, self._complete)
+        self._routes.append(route)
+        if self.phase is Phase.BACKWARD and route.expected is not None:
+            self.reducer.expect(route.expected)
+
+    def leave(self, route: Route) -> None:
+        """Called after that backward, or after its exception."""
+        route.end()
+        if route in self._routes:
+            self._routes.remove(route)
+
+    def _enter(self, call: Call) -> None:
+        """Called before a backward comes into a call of a module."""
         self._begin_backward()
         if torch.is_grad_enabled():
             self._graph = Graph.LIVE
             self._makes_graph = True
-        self._unshard(unit)
-        return grad
+        while call is not None and (unit := call.unit) is not None:
+            if call.model is self:
+                self._unshard(unit)
+            call = call.around
 
     def _begin_backward(self) -> None:
         """Begin a backward, unless it has begun."""
@@ -352,7 +387,10 @@ class TrainingStep:
         self._fence.go_on()
         self.phase = Phase.BACKWARD
         self._makes_graph = False
-        self.reducer.begin()
+        known = [route.expected for route in self._routes if route.expected is not None]
+        self.reducer.begin(known[0] if known and len(known) == len(self._routes) else None)
+        for more in known[1:]:
+            self.reducer.expect(more)
 
     def on_gradient(self, number: int, index: int) -> None:
         """Called when autograd has accumulated the gradient of parameter `index` of the reducer's `gradients[number]`."""
@@ -362,22 +400,26 @@ class TrainingStep:
                 self.reducer.reducing.progress()
         unit = self.reducer.take(number, index)
         if unit is not None:
-            with self._communicating():
-                self.reducer.complete(unit)
+            self._reruns.got_gradient(unit, is_within=len(self._routes) > 1)
+            self._complete(unit)
 
-    def _all_back(self, unit: Unit) -> None:
-        """Called when all calls of a unit's module have the gradients of their inputs: see [Note: complete] in reducer.py."""
-        if self._graph is not Graph.NONE:
-            return  # another backward will go through these calls
+    def _complete(self, unit: Unit) -> None:
+        """Called when a gradient of a unit has come, and when all its exits are passed: it may be complete, see [Note: complete]."""
+        if not self.reducer.has_all(unit) or self._reruns.may_come(unit):
+            return
         if not unit.lasts:
+            # Another backward will go through a graph that was made. Without a route it is not known whether calls are left.
+            if self._graph is not Graph.NONE or not any(route.ends(unit) for route in self._routes):
+                return
+            if any(route.exits.get(unit) for route in self._routes):
+                return
             self._reshard(unit)
         with self._communicating():
             self.reducer.complete(unit)
 
     def _end_backward(self) -> None:
         """Called when the autograd engine has computed all gradients of a backward."""
-        for calls in self._calls.values():
-            calls.end_backward()
+        self._reruns.end_backward()
         if self._graph is Graph.LIVE and not self._makes_graph:
             self._graph = Graph.USED
         for unit in self._passing:
@@ -514,8 +556,8 @@ class TrainingStep:
         if self._slice_buffers is not None:
             self._slice_buffers.reset()
         for unit in self.units:
-            self._calls[unit].forget()
             unit.reset()
+        self._reruns.forget()
         self._prefetch.reset()
         self._gathers.forget()
         self.phase = Phase.IDLE
@@ -537,3 +579,18 @@ _living: "weakref.WeakSet[TrainingStep]" = weakref.WeakSet()
 def living_steps() -> list[TrainingStep]:
     """The steps of all models of this process that have run."""
     return list(_living)
+
+
+@contextmanager
+def routes_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
+    """Around a backward from `outputs` to `inputs` (empty: to all leaves): let the steps of the models on its way follow it."""
+    steps = living_steps()
+    inside = len(steps) > 1 or any(step.looks_inside for step in steps)
+    routes = find_routes(outputs, inputs, inside=inside) if steps else {}
+    try:
+        for step, route in routes.items():
+            step.follow(route)
+        yield
+    finally:
+        for step, route in routes.items():
+            step.leave(route)

@@ -10,7 +10,6 @@ from mpitrain.torch_internals import (
     hook_gradient,
     hooks_on,
     in_backward,
-    is_freed,
     restore,
     run_accumulation_hooks,
     with_own_counter,
@@ -33,31 +32,6 @@ def test_whether_a_backward_runs_and_when_it_ends() -> None:
     y.sum().backward()
     assert seen == [True, True], "within a backward, and the gradient was there at its end"
     assert not in_backward()
-
-
-nodes: list[torch.autograd.function.FunctionCtx] = []
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        nodes.append(ctx)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-def test_whether_a_graph_was_freed() -> None:
-    nodes.clear()
-    loss = Double.apply(torch.ones(2, requires_grad=True)).sum()
-    (node,) = nodes
-    assert not is_freed(node)
-    loss.backward(retain_graph=True)
-    assert not is_freed(node)
-    loss.backward()
-    assert is_freed(node)
 
 
 def test_a_view_that_was_written_to_can_have_a_hook() -> None:

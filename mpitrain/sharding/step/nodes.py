@@ -1,0 +1,148 @@
+"""The nodes of autograd's graph that a call of a sharded module has made.
+
+[Note: nodes of a call] autograd numbers the nodes that a thread makes, in their order. So the nodes of a call are those whose numbers
+lie between two readings of the counter, at the call's begin and at its end. The call itself, its arguments, its output and what it
+keeps elsewhere stay as they are: no object is wrapped, and no tensor gets a hook. Nodes of a call within another one are that one's.
+"""
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from mpitrain.sharding.unit.gradients import Gradients
+from mpitrain.sharding.unit.unit import Unit
+from mpitrain.torch_internals import node_number, nodes_made
+
+
+class Place(NamedTuple):
+    """Where the gradient of a full parameter belongs: parameter `index` of `gradients`."""
+
+    unit: Unit
+    gradients: Gradients
+    index: int
+
+
+class Model(Protocol):
+    """A model whose modules are called. `places`: of its full parameters, by their `id`."""
+
+    units: list[Unit]
+    places: dict[int, Place]
+
+
+_MOST = 100_000
+"""How many calls of a thread are remembered at most. A program that never writes to its parameters may make them for ever."""
+
+
+class Call:
+    """A call, which runs in a `with` statement, and the nodes that it has made. `writes`: the count of writes to the shards."""
+
+    __slots__ = ("_model", "_unit", "around", "end", "first", "has_inner", "writes")
+
+    def __init__(self, model: Model, unit: Unit, writes: int) -> None:
+        self._model, self._unit, self.writes = weakref.ref(model), weakref.ref(unit), writes
+        self.first, self.end = 0, 0
+        self.around: Call | None = None
+        self.has_inner = False
+
+    @property
+    def model(self) -> Model | None:
+        """The model; None if it is gone."""
+        return self._model()
+
+    @property
+    def unit(self) -> Unit | None:
+        """The unit of the module; None if it is gone."""
+        return self._unit()
+
+    def __enter__(self) -> None:
+        mine = _mine()
+        self.around, mine.current = mine.current, self
+        if self.around is not None:
+            self.around.has_inner = True
+        self.first = self.end = nodes_made()
+        mine.add(self)
+
+    def __exit__(self, *_: Any) -> None:
+        _mine().current = self.around
+        self.end = nodes_made()
+
+    def is_within(self, other: "Call") -> bool:
+        """Whether this call is a part of another one."""
+        around = self.around
+        while around is not None and around is not other:
+            around = around.around
+        return around is other
+
+
+class _Calls:
+    """The calls of one thread, in the order of their begins."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.firsts: list[int] = []
+        self.current: Call | None = None  # the innermost call under way
+
+    def add(self, call: Call) -> None:
+        if not self.calls:
+            _with_calls.append(self)
+        if len(self.calls) >= _MOST:
+            self.keep(self.calls[_MOST // 2 :])
+        self.calls.append(call)
+        self.firsts.append(call.first)
+
+    def keep(self, calls: list[Call]) -> None:
+        self.calls, self.firsts = calls, [call.first for call in calls]
+
+    def find(self, number: int) -> Call | None:
+        at = bisect_right(self.firsts, number)
+        call = self.calls[at - 1] if at else None
+        while call is not None and number >= call.end:
+            call = call.around
+        return call
+
+
+_local = threading.local()
+_with_calls: list[_Calls] = []  # of all threads
+
+
+def _mine() -> _Calls:
+    mine: _Calls | None = getattr(_local, "calls", None)
+    if mine is None:
+        mine = _local.calls = _Calls()
+    return mine
+
+
+def finder() -> Callable[[Any, Call | None], Call | None]:
+    """A function that returns the innermost call which has made a node, or None. Calls under way are not found. Its second argument
+    is a guess.
+
+    Two threads may give the same number: then a call of this thread is taken. Usually a program computes in one thread.
+    """
+    mine = _mine()
+    of_threads = [mine, *(calls for calls in _with_calls if calls is not mine)]
+
+    def find(node: Any, guess: Call | None) -> Call | None:
+        number = node_number(node)
+        if guess is not None and guess.first <= number < guess.end and not guess.has_inner:
+            return guess
+        for calls in of_threads:
+            if (call := calls.find(number)) is not None:
+                return call
+        return None
+
+    return find
+
+
+def forget_calls(model: Model, writes: int) -> None:
+    """Forget the calls of a model that began with another count of writes, and those of models that are gone."""
+    for calls in _with_calls:
+        calls.keep(
+            [
+                each
+                for each in calls.calls
+                if (of := each.model) is not None and (of is not model or each.writes == writes)
+            ]
+        )
+    _with_calls[:] = [calls for calls in _with_calls if calls.calls]

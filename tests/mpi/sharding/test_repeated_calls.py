@@ -1,0 +1,160 @@
+"""Modules that run several times before one backward: the sums of all their gradients are reduced, once."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from sharded_models import assert_same, shard
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from collectives import Communicator
+
+pytestmark = pytest.mark.ranks(2)
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+Loss = Callable[[nn.Module], torch.Tensor]
+
+
+class Net(nn.Module):
+    """Blocks with parameters that nobody uses, of which `call` makes calls, each `times` times."""
+
+    def __init__(self, call: Callable[..., torch.Tensor], times: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.call, self.times = call, times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.first, *self.blocks):
+            for _ in range(self.times):
+                x = self.call(part, x)
+        return x
+
+
+def plainly(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return part(x)
+
+
+def reentrant(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(part, x, use_reentrant=True)
+
+
+def checkpointed(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(part, x, use_reentrant=False)
+
+
+def once(net: nn.Module) -> torch.Tensor:
+    return net(X.clone().requires_grad_()).square().sum()
+
+
+def of_itself(net: nn.Module) -> torch.Tensor:
+    return net(net(X)).square().sum()
+
+
+def of_two_inputs(net: nn.Module) -> torch.Tensor:
+    return (net(X.clone().requires_grad_()) * net(2 * X.clone().requires_grad_())).square().sum()
+
+
+def of_its_guess(net: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        guess = net(X)
+    return net(X + guess).square().sum()
+
+
+def steepness(net: nn.Module) -> torch.Tensor:
+    x = X.clone().requires_grad_()
+    y = net(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().sum() + slope.square().sum()
+
+
+WAYS = {
+    "resident": {"storage": "resident"},
+    "private": {"storage": "private"},
+    "private, kept for the backward": {"storage": "private", "reshard_after_forward": False},
+}
+
+
+def compare(
+    comm: Communicator, way: str, make: Callable[[], nn.Module], run: Callable[[nn.Module], None], rtol: float
+) -> None:
+    plain = make()
+    model = shard(copy.deepcopy(plain), comm, **WAYS[way])
+    for _ in range(2):  # the second backward knows what the first one has met
+        for net in (plain, model):
+            net.zero_grad()
+            run(net)
+        assert_same(model, plain, grads=True, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("loss_of", "call"),
+    [
+        *((loss_of, plainly) for loss_of in (of_itself, of_two_inputs, of_its_guess, steepness)),
+        *((loss_of, call) for loss_of in (once, of_two_inputs) for call in (reentrant, checkpointed)),
+    ],
+)
+def test_modules_that_run_twice(
+    comm: Communicator, way: str, times: int, loss_of: Loss, call: Callable[..., torch.Tensor]
+) -> None:
+    compare(comm, way, lambda: Net(call, times), lambda net: loss_of(net).backward(), 1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("loss_of", [once, of_itself, of_its_guess])
+def test_passes_in_one_block_of_autocast(comm: Communicator, way: str, loss_of: Loss) -> None:
+    """The weights that autocast has cast belong to the pass that came first, also if it was an evaluation."""
+
+    def run(net: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                net(X)
+            loss_of(net).backward()
+            with net.no_sync() if hasattr(net, "no_sync") else contextlib.nullcontext():
+                loss_of(net).backward()
+            loss_of(net).backward()
+
+    compare(comm, way, lambda: Net(plainly), run, 0.05)  # bfloat16
+
+
+class Cell(nn.Module):
+    """A recurrent cell: its first call alone gets nothing that has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.unused = nn.Linear(8, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x)
+        for _ in range(4):
+            state = torch.tanh(self.cell(torch.cat([x, state], -1)))
+        return state
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weight_tied_cells(comm: Communicator, way: str) -> None:
+    compare(comm, way, lambda: nn.Sequential(Cell(), nn.Linear(4, 4)), lambda net: of_itself(net).backward(), 1e-4)
+
+
+@pytest.mark.parametrize("way", ["resident", "private"])
+def test_two_models_that_train_through_each_other(comm: Communicator, way: str) -> None:
+    """CycleGAN: each model runs on data and on what the other one made, and their optimizers take turns."""
+    plain = [Net(plainly), Net(plainly, 2)]
+    nets = [shard(copy.deepcopy(net), comm, **WAYS[way]) for net in plain]
+    for one, other in (plain, nets):
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, other)]
+        for turn in (0, 1, 0):
+            loss = (one(other(X)) - X).square().sum() + (other(one(X)) - X).square().sum() + one(X.clone()).sum()
+            loss.backward()
+            optimizers[turn].step()
+            one.zero_grad()
+            other.zero_grad()
+    for model, same in zip(nets, plain, strict=True):
+        assert_same(model, same, grads=False, rtol=1e-4, atol=1e-5)
