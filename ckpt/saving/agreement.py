@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from ckpt.format.boxes import Box, cover_error
@@ -112,7 +113,9 @@ def _tensor_difference(everyone: Sequence[Said], known: Mapping[str, Description
 def _value_difference(held: list[Local], comm: Ranks) -> str | None:
     """A message about the first array that has other values on another rank, or None. Collective; for checked mode."""
     digests = {
-        local.name: [xxhash.xxh3_128_hexdigest(part.array) for part in local.boxes] for local in held if local.whole
+        local.name: [xxhash.xxh3_128_hexdigest(part.array.reshape(-1).view(np.uint8).data) for part in local.boxes]
+        for local in held
+        if local.whole
     }
     first, *others = comm.all_gather_object(digests)
     for rank, theirs in enumerate(others, 1):

@@ -50,4 +50,4 @@ def warn_of_differences(
 
 def _digest(tensor: torch.Tensor) -> str:
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return xxhash.xxh3_128_hexdigest(values.reshape(-1).view(torch.uint8).numpy())
+    return xxhash.xxh3_128_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)

@@ -61,7 +61,8 @@ def decoded(value: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any
         return tuple(decoded(item, tensor) for item in value)
     if not isinstance(value, dict):
         return value
-    kind, content = value["type"], value.get("value")
+    kind: str = value["type"]
+    content: Any = value.get("value")
     if kind == "list":
         return [decoded(item, tensor) for item in content]
     if kind == "dict":

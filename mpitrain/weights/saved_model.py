@@ -1,6 +1,6 @@
 """A model's parameters and buffers in a checkpoint, and the average of its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from mpitrain.weights.saved import There
 class SavedModel:
     """Parameters (tied ones under the first of their names), persistent buffers and averages. With local steps: outer parameters."""
 
-    def __init__(self, model: nn.Module, ema: EMA | None) -> None:
-        self._model, self._ema = model, ema
+    def __init__(self, model: nn.Module, ema: EMA | None, names: Container[str] | None) -> None:
+        self._model, self._ema, self._names = model, ema, names
         self._narrow: dict[str, torch.Tensor] = {}  # averages of a load, in the 16 bits that older versions averaged in
 
     def tensors(self) -> dict[str, Any]:
@@ -29,7 +29,7 @@ class SavedModel:
         found, held = self._held(is_saved=False), Held(self._model, is_saved=False)
         params = dict(self._model.named_parameters(remove_duplicate=False))
         for name, average in ({} if self._ema is None else self._ema.tensors).items():
-            stored = there.tensors.get(f"ema/{name}")
+            stored = there.tensors.get(f"ema/{name}") if self._names is None or name in self._names else None
             if stored is not None and stored.dtype in ("bfloat16", "float16") and average.dtype == torch.float32:
                 self._narrow[name] = torch.empty_like(average, dtype=getattr(torch, stored.dtype))
                 found[f"ema/{name}"] = held(self._narrow[name], params[name])

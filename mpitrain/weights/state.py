@@ -29,7 +29,7 @@ from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
-from mpitrain.weights.buffers import persistent_buffers, warn_of_differences
+from mpitrain.weights.buffers import warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.chosen import RECORD, Chosen, choose
 from mpitrain.weights.held import of_one_rank
@@ -117,21 +117,24 @@ def collect(
 ) -> Collected:
     """The state that `save` writes, with the same arguments. Collective if the model is a pipeline."""
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
-    everything, described = dict(tensors or {}), dict(meta or {})
+    everything: dict[str, Any] = {}
+    described: dict[str, Any] = dict(meta or {})
     chosen = choose(model, only, ranks_of(comm), stages, "mpitrain.save")
     if chosen is not None:
         described[RECORD] = list(chosen.patterns)
     for kind in _kinds(model, optimizer, ema, stages, chosen):
         described |= kind.meta()  # first: it raises errors on all ranks
         everything |= kind.tensors() if chosen is None else chosen.of(kind.tensors())
-    buffers = {name: buffer for name, buffer in persistent_buffers(model).items() if f"model/{name}" in everything}
-    of_first = {f"model/{name}" for name in buffers}
+    params = {f"model/{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    of_first = {name: value for name, value in everything.items() if name.startswith("model/") and name not in params}
+    buffers = {name.removeprefix("model/"): value for name, value in of_first.items()}
     warn_of_differences(buffers, comm, "mpitrain.save", stacklevel=4)
+    everything = dict(tensors or {}) | everything
     if stages is not None and comm is not None and stages.size > 1:
         everything = with_other_stages(everything, stages, comm, of_first=of_first)
     elif comm is not None and comm.size > 1:
         is_first = is_first_holder(model, comm)
-        everything |= {name: of_one_rank(everything[name], is_mine=is_first) for name in of_first}
+        everything |= {name: of_one_rank(value, is_mine=is_first) for name, value in of_first.items()}
     return Collected(_on_host(everything), described, comm)
 
 
@@ -225,7 +228,7 @@ def _kinds(
     names = {} if optimizer is None else names_of(model, optimizer)
     if chosen is not None:  # the parameters that are not chosen keep their state in the optimizer
         names, strict = {param: name for param, name in names.items() if name in chosen.names}, False
-    kinds: list[Saved] = [SavedModel(model, ema)]
+    kinds: list[Saved] = [SavedModel(model, ema, None if chosen is None else chosen.names)]
     copies = None
     if (diloco := diloco_of(model)) is not None:
         kinds.append(copies := SavedCopies(model, diloco, optimizer, names))

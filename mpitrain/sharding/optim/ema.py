@@ -40,7 +40,7 @@ class EMA:
         pairs = [(average, self._params[name]) for name, average in self.tensors.items()]
         alike = [(average, param) for average, param in pairs if average.dtype == param.dtype]
         if alike:
-            torch._foreach_lerp_(*map(list, zip(*alike, strict=True)), 1 - self.decay)
+            torch._foreach_lerp_([average for average, _ in alike], [param for _, param in alike], 1 - self.decay)
         for average, param in pairs:  # one by one, for the memory of the converted weights
             if average.dtype != param.dtype:
                 average.lerp_(param.to(average.dtype), 1 - self.decay)
@@ -48,9 +48,8 @@ class EMA:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """In the block the model has the averaged weights. All ranks enter the block together. Do not train in it."""
-        shown = {
-            name: average.to(self._params[name].dtype) for name, average in self.tensors.items()
-        }  # else the tensors themselves
+        # Copies of averages in another dtype, else the averages themselves, which then need no further memory.
+        shown = {name: average.to(self._params[name].dtype) for name, average in self.tensors.items()}
         swap_values(self._params, shown)
         try:
             yield

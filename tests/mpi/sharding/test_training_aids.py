@@ -93,6 +93,9 @@ def test_a_slow_average_of_16_bits_moves(comm: Communicator, shared_tmp: Path, d
         mpitrain.load(shared_tmp / name, model, ema=other)
         want = kept["0.weight"] if name == "wide" else ema.tensors["0.weight"].float()
         assert torch.equal(other.tensors["0.weight"], want) and torch.equal(other.tensors["1.weight"], kept["1.weight"])
+    other.tensors["0.weight"].fill_(5)
+    mpitrain.load(shared_tmp / "narrow", model, ema=other, only="1.*")
+    assert (other.tensors["0.weight"] == 5).all()
 
 
 @pytest.mark.parametrize("way", WAYS)
