@@ -81,6 +81,10 @@ def test_the_adapter_is_that_of_the_model_that_was_trained(program: Program, com
         with model.disable_adapter():
             of_base = model(input_ids=rows, labels=rows).loss.item()
     assert held == pytest.approx(ends["held"], rel=1e-5) and held < 0.999 * of_base
+    newest = ckpt.latest(program.folder / "run-lora/checkpoints")
+    assert newest is not None
+    names = [name for name in ckpt.open(newest) if name.startswith("model/")]
+    assert len(names) == 8 and all("lora_" in name for name in names), "the base is in no checkpoint"
 
 
 def test_all_ranks_stop_early_together(program: Program, comm: Communicator) -> None:
