@@ -13,6 +13,7 @@ from ckpt.format.manifest import CheckpointError, Manifest, Tensor, named, unmat
 from ckpt.garbage import no_collections
 from ckpt.ranks import Ranks, ranks_of
 from ckpt.reading.reader import Reader
+from ckpt.saving.background import wait_before_load
 from ckpt.storage.catalog import check_there, manifest_bytes, none_usable, parse_manifest
 from ckpt.storage.places import Paths, Place, copies_of
 from ckpt.tensors import Local, LocalBox, inspect
@@ -47,7 +48,7 @@ def load(
     `verify`: compare every chunk read with its checksum.
     `copies`: the argument `copies` of `save`. If the checkpoint is missing or damaged for any rank, rank 0 gives a RuntimeWarning, and
     all ranks read the copy in the first place instead, then in the next one. Copies are found by the name; a checkpoint of another save
-    is skipped.
+    is skipped. A save in the background of this checkpoint by the same ranks, or by this process, is waited for.
 
     Raises CheckpointError on all ranks if the checkpoint is missing, damaged or does not fit in names, shapes or dtypes. Names,
     shapes and dtypes are checked before any array is written; damage found later leaves the arrays partly overwritten.
@@ -57,6 +58,8 @@ def load(
         places = copies_of(path, copies)
         held = inspect(tensors, writable=True)
     places = [places[0], *comm.broadcast_object(places[1:])]  # those of rank 0, so that all ranks read the same copies
+    for place in places:
+        wait_before_load(place, comm)
     known: bytes | None = None
     problems: list[str] = []
     for place, following in zip(places, (*places[1:], None), strict=True):

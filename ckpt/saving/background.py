@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from ckpt.commit.atomic import end_board
 from ckpt.ranks import Ranks, Solo
 from ckpt.saving.board import Board
 from ckpt.saving.buffers import give_back
+from ckpt.storage.places import Place, absolute
+from ckpt.storage.underway import known, saves
 
 _PATIENCE_S = 0.2  # between two checks by `wait` of the ranks' progress
 _HEARD_S = 10.0
@@ -31,7 +33,7 @@ _NICE = 14
 """The niceness of the thread, so that computation has priority. With all cores busy, a save of 1.2 GB by 2 ranks took 1.6 s at
 niceness 8, 14 s at 14 and 46 s at 19. Steps during the save took 1.18, 1.06 and 1.01 times as long."""
 
-_pending: "list[Pending]" = []
+_pending: "list[Pending]" = saves  # type: ignore[assignment]
 _changing = threading.Lock()
 _this_thread = threading.local()  # `has_begun`: whether the thread ever began a background save
 
@@ -40,10 +42,19 @@ class Pending:
     """A background save that runs, or whose end no `wait` has reported yet.
 
     A thread calls `work(ranks)` with the values in `buffer`. `folder`: the board's folder, which rank 0 has made; None for one rank.
+    `places`: the checkpoint and its copies.
     """
 
-    def __init__(self, comm: Ranks, folder: Path | None, work: Callable[[Ranks], None], buffer: np.ndarray) -> None:
+    def __init__(
+        self,
+        comm: Ranks,
+        folder: Path | None,
+        work: Callable[[Ranks], None],
+        buffer: np.ndarray,
+        places: Sequence[Place],
+    ) -> None:
         self.comm = comm
+        self.places = {known(place) for place in places}
         self.begun_by = threading.current_thread()
         self.ranks: Board | Solo = Solo() if folder is None else Board(folder, comm.rank, comm.size)
         self.error: Exception | None = None
@@ -63,10 +74,12 @@ class Pending:
             _forget(self)  # there is no error to report, and no other rank
 
 
-def begin(comm: Ranks, folder: Path | None, work: Callable[[Ranks], None], buffer: np.ndarray) -> None:
-    """Start a thread that calls `work` and then gives `buffer` back; `wait` waits for its end."""
+def begin(
+    comm: Ranks, folder: Path | None, work: Callable[[Ranks], None], buffer: np.ndarray, places: Sequence[Place]
+) -> None:
+    """Start a thread that calls `work` and then gives `buffer` back; `wait` waits for its end. `places`: that it writes."""
     _this_thread.has_begun = True
-    pending = Pending(comm, folder, work, buffer)
+    pending = Pending(comm, folder, work, buffer, places)
     with _changing:
         _pending.append(pending)
     pending.thread.start()
@@ -92,8 +105,22 @@ def wait() -> None:
 def wait_before(comm: Ranks) -> None:
     """Wait for the previous save over `comm`, if it still runs: see [Note: whose save]. Raises its error like `wait`."""
     for pending in list(_pending):
-        if pending.comm is comm or (comm.size == pending.comm.size == 1 and _began_here(pending)):
+        if _is_before(pending, comm):
             _end(pending)
+
+
+def wait_before_load(path: str | os.PathLike[str], comm: Ranks) -> None:
+    """Wait for the save of `path` over `comm`, if it still runs. Raises its error like `wait`. Collective over `comm`.
+
+    Other saves of `path` by this process are waited for where it is read (storage/underway.py): that is one long operation for the
+    other ranks, while here each look is a short one.
+    """
+    mine = [pending for pending in list(_pending) if _is_before(pending, comm)]
+    if mine:
+        is_wanted = comm.broadcast_object([known(absolute(path)) in pending.places for pending in mine])
+        for pending, wanted in zip(mine, is_wanted, strict=True):
+            if wanted:
+                _end(pending)
 
 
 def abandon() -> None:
@@ -112,6 +139,10 @@ def _turn(pending: Pending) -> tuple[bool, str]:
     Saves of one rank come last, because their errors must not keep this rank from the collective waits.
     """
     return (False, str(pending.ranks.folder)) if isinstance(pending.ranks, Board) else (True, "")
+
+
+def _is_before(pending: Pending, comm: Ranks) -> bool:
+    return pending.comm is comm or (comm.size == pending.comm.size == 1 and _began_here(pending))
 
 
 def _began_here(pending: Pending) -> bool:

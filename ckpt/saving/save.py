@@ -138,7 +138,7 @@ def save(
     if buffer is None:
         work(comm)
     else:
-        begin(comm, board, work, buffer)
+        begin(comm, board, work, buffer, (checked, *(place / checked.name for place in places)))
     return Path(final)
 
 

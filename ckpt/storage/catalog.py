@@ -31,6 +31,7 @@ from ckpt.storage.places import (
     read_bytes,
     read_header,
 )
+from ckpt.storage.underway import wait_for
 
 LATEST_NAME = "latest"
 RUN_SUBFOLDER = "checkpoints"  # the folder of checkpoints in a run's folder: a convention of ours and of the main job
@@ -160,6 +161,7 @@ def find(path: str | os.PathLike[str]) -> Place:
     CheckpointError if there is none. `path` itself is not checked here; damage is found when it is opened.
     """
     folder = place_of(path)
+    wait_for(folder)
     if (folder / FILE_NAME).exists():
         return folder
     if not folder.is_dir():
@@ -225,12 +227,15 @@ def read_manifest(path: Place) -> Manifest:
 
 
 def manifest_bytes(path: Place) -> bytes:
-    """The bytes of a checkpoint's manifest. CheckpointError if there is none."""
+    """The bytes of a checkpoint's manifest. CheckpointError if there is none. Waits for the end of a save of it by this process."""
+    failed = wait_for(path)
     try:
         with _naming(path):
             return read_bytes(path)
     except FileNotFoundError:
         what = "has no manifest.jsonl: it is no complete checkpoint" if path.is_dir() else "does not exist"
+        if failed is not None:
+            what += f": its save in the background has failed, and ckpt.wait() raises the error: {failed}"
         raise CheckpointError(f"{path} {what}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: the manifest cannot be read: {error}") from error

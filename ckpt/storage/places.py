@@ -94,7 +94,8 @@ def copies_of(path: str | os.PathLike[str] | None, copies: Paths | None) -> list
     """The places, each once, of the checkpoint `path` and of its copies, which have its name in `copies`. CheckpointError for None."""
     if path is None:
         raise CheckpointError(
-            "there is no checkpoint: the path is None, the result of ckpt.latest(folder) if no checkpoint is complete"
+            "there is no checkpoint: the path is None, the result of ckpt.latest(folder) if no checkpoint is complete (a save in the "
+            "background is complete after ckpt.wait())"
         )
     first = absolute(path)
     return list(dict.fromkeys([first, *(place / first.name for place in all_places(copies))]))

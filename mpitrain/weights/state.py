@@ -22,6 +22,7 @@ from torch import nn
 import ckpt
 from ckpt.format.manifest import named
 from ckpt.ranks import ranks_of
+from ckpt.saving.background import wait_before_load
 from ckpt.views import plain
 from collectives import Communicator
 from mpitrain.parts import stages_of
@@ -62,6 +63,10 @@ class OnDisk:
 
     def entries(self) -> ckpt.Checkpoint:
         return ckpt.open(self._path, copies=self._copies)
+
+    def wait(self, comm: Communicator | None) -> None:
+        """Wait for a save in the background of this checkpoint by the same ranks. Collective."""
+        wait_before_load(self._path, ranks_of(comm))
 
     def load(self, tensors: Mapping[str, Any], *, comm: Communicator | None, **options: Any) -> dict[str, Any]:
         return ckpt.load(self._path, tensors, comm=comm, copies=self._copies, **options)
@@ -180,6 +185,8 @@ def load(
     def read(wanted: Mapping[str, Any], **more: Any) -> None:
         source.load(wanted, comm=comm, verify=verify, **more)
 
+    if isinstance(source, OnDisk):
+        source.wait(comm)
     there = on_rank0(ranks, lambda: look(str(source), source.entries()), doing)
     chosen = choose(model, only, ranks, stages, doing, there, is_expected=not strict)
     kinds = _kinds(model, optimizer, ema, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read)

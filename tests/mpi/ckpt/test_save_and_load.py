@@ -3,6 +3,7 @@
 import re
 import resource
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -396,3 +397,33 @@ def test_a_name_that_one_rank_misses_is_an_error_on_all(comm, shared_tmp):
     wanted = {"y" if comm.rank == comm.size - 1 else "x": np.ones(2)}
     refused(comm, ckpt.CheckpointError, "does not hold 'y'", lambda: ckpt.load(path, wanted, comm=comm))
     assert all((array == 1).all() for array in wanted.values())
+
+
+def test_a_load_waits_for_the_save_in_the_background(comm, shared_tmp):
+    """Of the same ranks, of others, and of one rank alone."""
+
+    def held(value):
+        return {"x": ckpt.Shard(np.full(3, float(value)), (3 * comm.size,), (3 * comm.rank,))}
+
+    def save(name, value, **options):
+        ckpt.save(shared_tmp / name, held(value), comm=comm, background=True, **options)
+
+    def slowly():
+        time.sleep(0.1)
+
+    def fails():
+        slowly()
+        raise OSError("the folder is lost")
+
+    others, found = comm.split(0), held(0)
+    for value, ranks in enumerate((comm, others, None), 1):
+        save("a", value, before_commit=slowly, overwrite=True)
+        ckpt.load(shared_tmp / "a", found, comm=ranks)
+        assert (found["x"].data == value).all()
+    save("b", 4, before_commit=slowly)
+    if comm.rank == comm.size - 1:
+        assert ckpt.open(shared_tmp / "b")["x"][0] == 4
+    save("c", 5, before_commit=fails)
+    refused(comm, OSError, "the folder is lost", lambda: ckpt.load(shared_tmp / "c", found, comm=comm))
+    ckpt.wait()
+    others.free()

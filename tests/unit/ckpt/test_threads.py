@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -82,6 +83,56 @@ def test_a_save_in_the_background_has_what_there_was_at_the_call(tmp_path, monke
         assert saved.meta == at_call and list(saved.names) == ["scalar", "shard", "x"]
         assert saved["x"][...].tolist() == saved["shard"][...].tolist() == [0] * 10 and saved["scalar"][...] == 3
     assert not (tmp_path / "elsewhere").exists()
+
+
+def loaded(path):
+    found = np.zeros(9)
+    ckpt.load(path, {"x": found}, strict=False)
+    return found[0]
+
+
+def slowly():
+    time.sleep(0.1)
+
+
+def fails():
+    time.sleep(0.1)
+    raise OSError("the folder is lost")
+
+
+@pytest.mark.parametrize("read", [
+    value_of,
+    lambda path: loaded(path),
+    lambda path: len(ckpt.verify(path)) + value_of(path),
+    lambda path: value_of(ckpt.find(path)),
+    lambda path: in_threads(1, lambda _: value_of(path))[0],
+    lambda path: value_of(path.parent / "copies" / path.name),
+])  # fmt: skip
+def test_who_reads_waits_for_the_save(tmp_path, monkeypatch, read):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for options in ({}, {"overwrite": True}):
+        value = 1 + len(options)
+        save("link/a", value, 9, background=True, before_commit=slowly, copies=["copies"], **options)
+        assert read(tmp_path / "a") == value
+    assert value_of("a") == 2
+
+
+def test_who_reads_is_told_that_the_save_has_failed(tmp_path):
+    for act, kind, message in (
+        (
+            lambda: ckpt.open(tmp_path / "a"),
+            ckpt.CheckpointError,
+            r"/a does not exist: its save .* has failed.*: the folder is lost",
+        ),
+        (lambda: ckpt.load(tmp_path / "a", {"x": np.zeros(9)}), OSError, "^the folder is lost"),
+    ):
+        save(tmp_path / "a", 1, 9, background=True, before_commit=fails)
+        with pytest.raises(kind, match=message):
+            act()
+        if kind is not OSError:
+            with pytest.raises(OSError, match="the folder is lost"):
+                ckpt.wait()
 
 
 def test_saves_in_the_background_hold_the_values_of_their_thread(tmp_path):
