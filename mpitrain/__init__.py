@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights
-    from mpitrain.weights.full_state import full_state_dict, load_full_state_dict
     from mpitrain.weights.state import load, save
+    from mpitrain.weights.whole.full_state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "EMA",
@@ -86,10 +86,10 @@ _MODULES = {
     "compress_gradients": "sharding.compression",
     "convert_sync_batchnorm": "batch_norm",
     "export_weights": "weights",
-    "full_state_dict": "weights.full_state",
+    "full_state_dict": "weights.whole.full_state",
     "initialize": "init",
     "load": "weights.state",
-    "load_full_state_dict": "weights.full_state",
+    "load_full_state_dict": "weights.whole.full_state",
     "load_weights": "weights",
     "log": "monitor.adding",
     "mesh": "axes",
