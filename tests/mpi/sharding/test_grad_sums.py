@@ -41,7 +41,7 @@ def assert_grads(model: Any, weight: float, sometimes: float) -> None:
         torch.testing.assert_close(param.grad, torch.full_like(param, value), rtol=0, atol=0)
 
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
     "resident": {"storage": "resident"},

@@ -2,7 +2,9 @@
 
 import warnings
 from collections import UserDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,9 +51,15 @@ class Batch:
 
 
 Pair = namedtuple("Pair", ["x", "y"])
+
+
+def _as(dtype: torch.dtype, x: torch.Tensor) -> tuple[torch.Tensor]:
+    return ((x > 0).to(dtype),)
+
+
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
-INPUTS = {
-    **{str(dtype): lambda x, dtype=dtype: ((x > 0).to(dtype),) for dtype in DTYPES},
+INPUTS: dict[str, Callable[[torch.Tensor], tuple[Any, ...]]] = {
+    **{str(dtype): partial(_as, dtype) for dtype in DTYPES},
     "part of a tensor": lambda x: (x[1:, ::2],),
     "among equal ones": lambda x: (torch.ones(2), x, torch.zeros(3)),
     "dict": lambda x: ({"a": {"b": [x]}},),
