@@ -197,8 +197,10 @@ def _check_whole(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """The names, in the model, of the optimizer's parameters. ValueError for one that the model does not have."""
+def names_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, str]:
+    """The names, in the model, of the optimizer's parameters, if there is one. ValueError for one that the model does not have."""
+    if optimizer is None:
+        return {}
     names = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:

@@ -127,7 +127,7 @@ def collect(
     chosen = choose(model, only, ranks_of(comm), stages, "mpitrain.save")
     if chosen is not None:
         described[RECORD] = list(chosen.patterns)
-    for kind in _kinds(model, optimizer, ema, stages, chosen):
+    for kind in _kinds(model, optimizer, names_of(model, optimizer), ema, stages, chosen):
         described |= kind.meta()  # first: it raises errors on all ranks
         everything |= kind.tensors() if chosen is None else chosen.of(kind.tensors())
     params = {f"model/{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -181,6 +181,7 @@ def load(
     source = OnDisk(path, copies) if isinstance(path, str | os.PathLike) else path
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     ranks, doing = ranks_of(comm), "mpitrain.load"
+    names = names_of(model, optimizer)
 
     def read(wanted: Mapping[str, Any], **more: Any) -> None:
         source.load(wanted, comm=comm, verify=verify, **more)
@@ -189,7 +190,9 @@ def load(
         source.wait(comm)
     there = on_rank0(ranks, lambda: look(str(source), source.entries()), doing)
     chosen = choose(model, only, ranks, stages, doing, there, is_expected=not strict)
-    kinds = _kinds(model, optimizer, ema, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read)
+    kinds = _kinds(
+        model, optimizer, names, ema, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read
+    )
     if (diloco := diloco_of(model)) is not None:
         diloco.load_state_dict(
             there.meta.get("diloco", {})
@@ -220,6 +223,7 @@ def load(
 def _kinds(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    names: Mapping[nn.Parameter, str],
     ema: EMA | None,
     stages: Communicator | None,
     chosen: Chosen | None,
@@ -228,11 +232,10 @@ def _kinds(
     strict: bool = True,
     read: Read | None = None,
 ) -> list[Saved]:
-    """The kinds of state here. `chosen`: None for all. `read`: for a load.
+    """The kinds of state here. `names`: of the optimizer's parameters. `chosen`: None for all. `read`: for a load.
 
     Collective if the model is a pipeline, or has compression and is cut by tensor parallelism.
     """
-    names = {} if optimizer is None else names_of(model, optimizer)
     if chosen is not None:  # the parameters that are not chosen keep their state in the optimizer
         names, strict = {param: name for param, name in names.items() if name in chosen.names}, False
     kinds: list[Saved] = [SavedModel(model, ema, None if chosen is None else chosen.names)]
