@@ -50,8 +50,8 @@ def encoded(value: Any, where: str, keep: Callable[[torch.Tensor], dict[str, Any
         items = [[encoded(key, where), encoded(item, f"{where}[{key!r}]", keep)] for key, item in value.items()]
         return {"type": "dict", "value": items}
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep; expected {_KEPT}: change it, or keep it outside "
-        "of the optimizer"
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep; expected {_KEPT}: change it, or keep it "
+        "elsewhere"
     )
 
 
@@ -116,5 +116,5 @@ def _check_size(num: int, shape: tuple[int, ...], where: str) -> None:
     if num > _MAX_ELEMENTS:
         raise TypeError(
             f"{where} has shape {shape}, and a checkpoint keeps at most {_MAX_ELEMENTS} elements there; save it with tensors= of "
-            "mpitrain.save, outside of the optimizer"
+            "mpitrain.save, and not there"
         )

@@ -10,6 +10,7 @@ from mpitrain.sharding import EMA
 from mpitrain.sharding.unit.registry import diloco_of
 from mpitrain.weights.held import Held
 from mpitrain.weights.saved import There
+from mpitrain.weights.saved_extra import is_extra_state
 
 
 class SavedModel:
@@ -49,7 +50,8 @@ class SavedModel:
         first: dict[int, str] = {}
         found: dict[str, Any] = {}
         for name, value in self._model.state_dict(keep_vars=True).items():
-            if name in params and first.setdefault(id(params[name]), name) != name:
+            is_again = name in params and first.setdefault(id(params[name]), name) != name
+            if is_again or is_extra_state(name):
                 continue
             found[f"model/{name}"] = held(outer.get(name, value), params.get(name))
         for name, value in ({} if self._ema is None else self._ema.tensors).items():

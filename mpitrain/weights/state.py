@@ -36,6 +36,7 @@ from mpitrain.weights.chosen import RECORD, Chosen, choose
 from mpitrain.weights.held import of_one_rank
 from mpitrain.weights.saved import Saved, look
 from mpitrain.weights.saved_compression import Read, SavedCompression
+from mpitrain.weights.saved_extra import SavedExtraState
 from mpitrain.weights.saved_model import SavedModel
 from mpitrain.weights.saved_optimizer import SavedOptimizer, names_of
 from mpitrain.weights.stages import with_other_stages
@@ -186,6 +187,8 @@ def load(
     def read(wanted: Mapping[str, Any], **more: Any) -> None:
         source.load(wanted, comm=comm, verify=verify, **more)
 
+    if optimizer is not None:
+        names_of(model, optimizer)  # first, because its error needs no checkpoint
     if isinstance(source, OnDisk):
         source.wait(comm)
     there = on_rank0(ranks, lambda: look(str(source), source.entries()), doing)
@@ -238,7 +241,8 @@ def _kinds(
     """
     if chosen is not None:  # the parameters that are not chosen keep their state in the optimizer
         names, strict = {param: name for param, name in names.items() if name in chosen.names}, False
-    kinds: list[Saved] = [SavedModel(model, ema, None if chosen is None else chosen.names)]
+    of_part = None if chosen is None else chosen.names
+    kinds: list[Saved] = [SavedModel(model, ema, of_part), SavedExtraState(model, stages, of_part)]
     copies = None
     if (diloco := diloco_of(model)) is not None:
         kinds.append(copies := SavedCopies(model, diloco, optimizer, names))
@@ -246,7 +250,7 @@ def _kinds(
         options = {"hyperparameters": hyperparameters, "strict": strict}
         kinds.append(SavedOptimizer(model, optimizer, names, copies=copies, stages=stages, **options))
     if (compression := compression_of(model)) is not None:
-        kinds.append(SavedCompression(compression, stages, read, None if chosen is None else chosen.names))
+        kinds.append(SavedCompression(compression, stages, read, of_part))
     return kinds
 
 

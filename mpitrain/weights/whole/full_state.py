@@ -22,7 +22,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     comm = ranks_of_model(model)
     if comm is None:
-        return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+        found = model.state_dict().items()
+        return {name: value.detach().cpu() if torch.is_tensor(value) else value for name, value in found}
     warn_of_differences(persistent_buffers(model), comm, "full_state_dict", stacklevel=3)
     targets = weights_of(model)
     chunks = chunks_on_rank0(targets, [target.tensor.dtype for target in targets], comm)
