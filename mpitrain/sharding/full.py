@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from mpitrain.sharding.module import ShardedModule, sharded_modules, step_of
-from mpitrain.sharding.step.step import Phase
+from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.unit.registry import around_of
 from mpitrain.sharding.unit.unit import UnitState
 from mpitrain.sharding.writing import Block, check_problems, check_unwritten, copies_to_write

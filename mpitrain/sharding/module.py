@@ -15,7 +15,8 @@ from mpitrain.sharding.setup.foreign import refuse_wrapping
 from mpitrain.sharding.setup.readiness import check_ready
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.step.reach import outside, refuse_gradient
-from mpitrain.sharding.step.step import Phase, TrainingStep
+from mpitrain.sharding.step.state import Phase
+from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.step.tree import check_added
 from mpitrain.sharding.unit.guards import Guards
 from mpitrain.sharding.unit.marks import box_of

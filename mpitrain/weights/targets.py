@@ -13,7 +13,7 @@ from collectives import Communicator
 from mpitrain.parts import Box, Part, Piece, part_of, stages_of, tensor_ranks_of
 from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.module import steps_of
-from mpitrain.sharding.step.step import Phase
+from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import diloco_of, params_by_shard, sharded_over, units_of
 from mpitrain.sharding.unit.unit import UnitState

@@ -17,11 +17,11 @@ from mpitrain.torch_internals import node_number, nodes_made
 
 
 class Place(NamedTuple):
-    """Where the gradient of a full parameter belongs: parameter `index` of `gradients`."""
+    """Where the gradient of a full parameter belongs: parameter `at` of `gradients`."""
 
     unit: Unit
     gradients: Gradients
-    index: int
+    at: int
 
 
 class Model(Protocol):

@@ -81,7 +81,7 @@ def find_routes(outputs: Iterable[Any], inputs: Iterable[Any], *, inside: bool) 
         for model, route in walk.routes.items():
             route.expected = {unit: set() for unit in model.units}
             for place in filter(None, (model.places.get(id(leaf)) for leaf in walk.leaves)):
-                route.expected[place.unit].add((place.gradients, place.index))
+                route.expected[place.unit].add((place.gradients, place.at))
     return walk.routes
 
 
@@ -96,7 +96,8 @@ class _Walk:
         """Whether a node may run a backward within the backward, as torch's reentrant checkpoint does."""
 
     def follow(self, roots: list[Any], allowed: set[Any] | None) -> None:
-        calls, left = self._calls, []
+        calls = self._calls
+        left: list[Any] = []
         for root in roots:
             if root not in calls:
                 self._see(root, None, left)

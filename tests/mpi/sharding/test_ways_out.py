@@ -10,6 +10,7 @@ import torch
 from sharded_models import assert_same, shard
 from torch import nn
 
+import mpitrain
 from collectives import Communicator
 
 pytestmark = pytest.mark.ranks(2)
@@ -119,7 +120,7 @@ LOSSES = [(name, output) for name in NETS] + [
 ]
 
 
-@pytest.mark.parametrize("way", ["stage 3", "stage 3, private", "copies of shards, private"])
+@pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
 @pytest.mark.parametrize(("name", "loss_of"), LOSSES)
 def test_gradients_are_those_of_plain_torch(
     comm: Communicator, way: str, name: str, loss_of: Callable[[nn.Module], torch.Tensor]
@@ -140,7 +141,7 @@ def in_place(net: nn.Module) -> torch.Tensor:
     return y.square().sum()
 
 
-@pytest.mark.parametrize("way", ["stage 1", "stage 3", "stage 3, private"])
+@pytest.mark.parametrize("way", ["stage 1, private", "stage 3", "stage 3, private"])
 @pytest.mark.parametrize("loss_of", [output, in_place, kept_activations])
 @pytest.mark.parametrize("between", ["write", "write and a forward"])
 def test_a_write_before_the_backward_is_noticed(
@@ -161,6 +162,23 @@ def test_a_write_before_the_backward_is_noticed(
     with pytest.raises(RuntimeError, match=error):
         torch.autograd.grad(of_inputs, [x, kept])
     loss_of(model).backward()  # and the next step is as any other
+
+
+@pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
+def test_a_forward_and_its_backward_within_unshard(comm: Communicator, way: str) -> None:
+    torch.manual_seed(0)
+    plain = NETS["objects"]()
+    model = shard(copy.deepcopy(plain), comm, way)
+    kept_activations(plain).backward()
+    with mpitrain.unshard(model):
+        kept_activations(model).backward()
+    assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-5)
+    with mpitrain.unshard(model):
+        loss = kept_activations(model)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    with pytest.raises(RuntimeError, match="written between a forward and its backward"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])

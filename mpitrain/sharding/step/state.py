@@ -1,0 +1,171 @@
+"""The state that the forwards and the backwards of one sharded model share: its phase, and which units are unsharded."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from torch import nn
+
+from collectives import Communicator
+from mpitrain.models.draws import mark_places
+from mpitrain.parts import stage_of
+from mpitrain.sharding.slices.buffers import SliceBuffers
+from mpitrain.sharding.step.fences import Fence
+from mpitrain.sharding.step.gather_order import Gathers
+from mpitrain.sharding.step.nodes import Place
+from mpitrain.sharding.step.prefetch import Prefetch
+from mpitrain.sharding.step.reducer import Reducer
+from mpitrain.sharding.step.reruns import Reruns
+from mpitrain.sharding.step.route import Route
+from mpitrain.sharding.step.same_inputs import SameInputs
+from mpitrain.sharding.step.tree import Tree
+from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
+from mpitrain.sharding.unit.unit import Unit, UnitState
+
+
+class Phase(Enum):
+    """The pass that a model is in."""
+
+    IDLE = "shards may be written"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Graph(Enum):
+    """Whether full parameters stay for the graph of a backward: see [Note: second derivatives]."""
+
+    NONE = "no backward has made a graph"
+    LIVE = "a backward made a graph, and full parameters stay"
+    USED = "another backward has ended since: the next forward gives the full parameters back"
+
+
+class StepState:
+    """The units under one outermost module, `root`, and what their forwards and backwards share."""
+
+    def __init__(self, root: nn.Module, units: list[Unit], ranks: DataParallelRanks) -> None:
+        whole = ranks.data_parallel
+        for part in (unit.ranks.data_parallel for unit in units):
+            if not is_within(part, whole):
+                raise ValueError(
+                    f"a part of a model is sharded over {part.size} ranks that are not all among the {whole.size} ranks "
+                    "of the whole; pass the mesh of the whole, or another mesh of the same ranks"
+                )
+        self.ranks = ranks
+        self.units = units
+        self.phase = Phase.IDLE
+        self.comm_s = 0.0
+        """Seconds that were spent in communication and in waits for other ranks."""
+        self.num_backwards = 0
+        """The backwards so far. With slices: the rounds, see [Note: rounds] in reducer.py."""
+        self._tree = Tree(root)
+        self._graph = Graph.NONE
+        self._makes_graph = False  # whether this backward makes a graph
+        self._held: set[Unit] = set()  # units that stay full until `let_go`
+        self._running: set[Unit] = set()  # units whose modules' calls have not returned
+        self._ran: set[Unit] = set()  # units whose modules ran in this forward, or in the last one
+        self.places: dict[int, Place] = {}
+        """Where the gradient of a full parameter belongs, by the `id` of the parameter."""
+        self._routes: list[Route] = []  # of the backward under way, and of backwards within it
+        self._reruns = Reruns()
+        self._writes: int | None = None  # the count of writes to the shards at the last forward
+        self._lasting = [unit for unit in units if unit.lasts]
+        self._passing = [unit for unit in units if not unit.lasts]
+        self._compares = bool(self._passing) and ranks.shard.size > 1
+        self._is_reach_checked = not self._compares
+        limit = units[0].prefetch_bytes
+        self._prefetch = Prefetch(max((unit.nbytes for unit in units[1:]), default=0) if limit is None else limit)
+        self._gathers = Gathers(units)
+        self._shards = [param.shard for unit in units for param in unit.params]
+        shared = any(flat.storage.kind == "resident" for unit in units for flat in unit.flats)
+        readers = (
+            ranks.shard if all(is_within(unit.ranks.shard, ranks.shard) for unit in units) else ranks.data_parallel
+        )
+        self._fence = Fence(
+            readers.node if shared and readers.node.size > 1 else None,
+            [param.shard for unit in self._lasting for param in unit.params],
+        )
+        self.reducer = Reducer(units)
+        self._inputs = SameInputs(root, says=ranks.everyone.rank == 0)
+        slices = units[0].slices
+        self._slice_buffers = None if slices is None else SliceBuffers(root, slices, whole)
+        if slices is not None and stage_of(root) is None:
+            mark_places(root)
+        self._num_watched = 0  # number of the reducer's gradients with hooks
+
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """Count the time of the block as communication."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.comm_s += time.perf_counter() - start
+
+    def _unshard(self, unit: Unit) -> None:
+        """Fill the full parameters of a unit and show them. Collective unless they are already full."""
+        if unit.state is UnitState.UNSHARDED:
+            return
+        with self._communicating():
+            gathered = unit.unshard()
+        if gathered and not unit.lasts:
+            self._gathers.note(unit)
+            self._prefetch.used(unit)
+
+    def _reshard(self, unit: Unit, *, keep: bool = False, for_backward: bool = False) -> None:
+        """Show the shards of a unit, and free its full parameters unless a graph, `keep` or `hold` needs them."""
+        if unit in self._held or unit.state in (UnitState.SHARDED, UnitState.UNSHARDING):
+            return  # the prefetch itself frees units that it began to gather
+        if keep or self._graph is not Graph.NONE:
+            unit.hide()
+        else:
+            unit.reshard(for_backward=for_backward)
+
+    def _trained_together(self, ranks: DataParallelRanks) -> Communicator:
+        """The ranks that average their gradients."""
+        return ranks.data_parallel if self.units[0].sync_copies else ranks.within
+
+    def close(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
+        """Called after the outermost forward, and after a backward. `before_backward`: a backward may follow. `is_compared`: the ranks
+        have compared the order of their gathers."""
+        with self._communicating():
+            self._prefetch.end()
+        for unit in self._lasting:
+            if unit.state is UnitState.UNSHARDING:
+                self._unshard(unit)
+            if unit not in self._held:
+                unit.reshard()
+        self.phase = Phase.FORWARD if self._held else Phase.IDLE  # a backward may have run while parameters are held
+        if before_backward:
+            self._fence.put_off()
+            return
+        with self._communicating():
+            if self._compares and not is_compared:
+                # Compare within the shard group only: another copy of the model may run other modules.
+                order = torch.tensor(self._gathers.both_ways(), dtype=torch.uint8)
+                self.ranks.shard.all_reduce(order, "max")
+                self._check_gathers(order)
+            self._fence.wait()
+
+    def _check_gathers(self, most: torch.Tensor) -> None:
+        try:
+            self._gathers.check(most)
+        except RuntimeError:
+            self.reset()
+            self._prefetch.forget()
+            raise
+
+    def reset(self) -> None:
+        """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
+        self._graph = Graph.NONE
+        self.reducer.forget_rounds()
+        if self._slice_buffers is not None:
+            self._slice_buffers.reset()
+        for unit in self.units:
+            unit.reset()
+        self._reruns.forget()
+        self._prefetch.reset()
+        self._gathers.forget()
+        self.phase = Phase.IDLE
+        self._fence.forget()
