@@ -5,9 +5,11 @@ tests/unit/mpitrain/test_torch_internals.py fails when a release changes one of 
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_backward() -> bool:
@@ -99,6 +101,26 @@ def run_accumulation_hooks(param: torch.Tensor) -> None:
     hooks: Any = param._post_accumulate_grad_hooks
     for hook in list(hooks.values()) if hooks else ():
         hook(param)
+
+
+def not_compiled(function: F) -> F:
+    """Let torch's compiler neither trace nor change a function. Functions that it calls are compiled as before.
+
+    `torch.compiler.disable` does so, too, but imports the compiler, which takes more than a second.
+    """
+    frames = torch._C._dynamo.eval_frame
+    frames.set_code_exec_strategy(
+        function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    )
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "compile the blocks of a sharded model: block.compile()"  # type: ignore[attr-defined]
+    return function
+
+
+@not_compiled
+def set_compiler(compiler: Any) -> Any:
+    """Let torch's compiler see the calls of Python functions on this thread, or with None not. Returns what was set before."""
+    return torch._C._dynamo.eval_frame.set_eval_frame(compiler)
 
 
 def without_overrides() -> AbstractContextManager[None]:

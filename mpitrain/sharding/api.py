@@ -20,7 +20,7 @@ from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_renamed, mark_replaced
 from mpitrain.parts import Part, part_of, tensor_ranks_of
 from mpitrain.sharding.methods import register_generate
-from mpitrain.sharding.module import ShardedModule, guard
+from mpitrain.sharding.module import ShardedModule, guard, sharded_kind
 from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import REMEDY, described
@@ -167,8 +167,7 @@ def fully_shard(
         unit.reshard()
         enter(unit)
         guard_shards(unit)
-        kind = type(part)
-        part.__class__ = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
+        part.__class__ = sharded_kind(type(part))
         part._unit = unit  # type: ignore[assignment]
         guard(part)  # type: ignore[arg-type]
 

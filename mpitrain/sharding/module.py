@@ -23,6 +23,7 @@ from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import enter_parts, kind_of, root_of, sharded_params, unit_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
 from mpitrain.sharding.unit.unit import Unit, UnitState
+from mpitrain.torch_internals import not_compiled, set_compiler
 
 
 class ShardedModule(nn.Module):
@@ -38,6 +39,7 @@ class ShardedModule(nn.Module):
         """Make a module of the former class: torch makes a slice of a Sequential with the class of the whole."""
         return cls.__mro__[2](*args, **kwargs)
 
+    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with full parameters in place."""
         return call_module(self, super().__call__, args, kwargs, is_entry=self._is_entry)
@@ -179,6 +181,16 @@ class ShardedModule(nn.Module):
         )
 
 
+_kinds: "weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]]" = weakref.WeakKeyDictionary()
+
+
+def sharded_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of the sharded modules of a class: one for all, because torch's compiler compiles blocks again for another class."""
+    if kind not in _kinds:
+        _kinds[kind] = type(f"Sharded{kind.__name__}", (ShardedModule, kind), {"__module__": kind.__module__})
+    return _kinds[kind]
+
+
 def steps_of(model: nn.Module) -> set[TrainingStep]:
     """The steps of the sharded modules of a model; empty before the first forward."""
     return {module._step for module in sharded_modules(model) if module._step is not None}
@@ -226,14 +238,29 @@ def step_of(module: ShardedModule) -> TrainingStep:
     return step
 
 
+@not_compiled
 def call_module(
     module: ShardedModule, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_entry: bool
 ) -> Any:
     """Call a method of a sharded module with full parameters in place. `is_entry`: also outside of the root's forward."""
     if module._unit.state is UnitState.COPIED:
         return method(*args, **kwargs)
-    step = module._step or _first_step(module, is_entry=is_entry)
-    return step.forward(module._unit, method, args, kwargs, is_entry=is_entry)
+    compiler = set_compiler(None)  # it would trace the code around the module's forward
+    try:
+        step = module._step or _first_step(module, is_entry=is_entry)
+        its = method if compiler is None else partial(_compiled, compiler, method)
+        return step.forward(module._unit, its, args, kwargs, is_entry=is_entry)
+    finally:
+        if compiler is not None:
+            set_compiler(compiler)
+
+
+def _compiled(compiler: Any, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    set_compiler(compiler)
+    try:
+        return method(*args, **kwargs)
+    finally:
+        set_compiler(None)
 
 
 def _first_step(module: ShardedModule, *, is_entry: bool) -> TrainingStep:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from mpitrain.torch_internals import (
     at_end_of_backward,
@@ -10,8 +11,10 @@ from mpitrain.torch_internals import (
     hook_gradient,
     hooks_on,
     in_backward,
+    not_compiled,
     restore,
     run_accumulation_hooks,
+    set_compiler,
     with_own_counter,
     withdraw,
     without_overrides,
@@ -90,3 +93,33 @@ def test_functions_without_overrides() -> None:
 
     x = torch.ones(2).as_subclass(Own)
     assert type(x + 1) is torch.Tensor and Own.calls == 1
+
+
+def test_functions_that_the_compiler_leaves_alone() -> None:
+    """Such a function runs as it is, and what it calls is compiled, unless it takes the compiler away."""
+    seen: list[str] = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @not_compiled
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        seen.append("middle")  # at each call, and not only while the compiler traces it
+        compiler = set_compiler(None)
+        x = inner(x)
+        assert compiler is not None and (seen == ["middle", "middle"] or counter.frame_count == 1)  # the first half of `outer`
+        set_compiler(compiler)
+        return inner(x)
+
+    counter = CompileCounterWithBackend("eager")
+
+    @torch.compile(backend=counter)
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return middle(x * 2) * 3
+
+    for _ in range(2):
+        assert outer(torch.ones(2)).tolist() == [12, 12]
+    assert seen == ["middle", "middle"]
+    assert counter.frame_count == 3 and set_compiler(None) is None
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"block\.compile\(\)"):
+        torch.compile(lambda x: middle(x), backend="eager", fullgraph=True)(torch.ones(2))

@@ -1,0 +1,89 @@
+"""`torch.compile` of a whole sharded model, and of code that calls one: it leaves the code around each forward of a unit alone."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from sharded_models import floats, mine
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from collectives import Communicator
+from mpitrain.sharding import fully_shard
+
+pytestmark = [
+    pytest.mark.ranks(2),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute:UserWarning"
+    ),  # torch's compiler looks at it, and hides that
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """More blocks than torch's compiler compiles one function for (`recompile_limit`)."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(9))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def whole(model: nn.Module, counter: Callable[..., object]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(model, backend=counter)
+
+
+def in_place(model: nn.Module, counter: Callable[..., object]) -> Callable[[torch.Tensor], torch.Tensor]:
+    model.compile(backend=counter)
+    return model
+
+
+def function(model: nn.Module, counter: Callable[..., object]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(lambda x: model(x * 1.0), backend=counter)
+
+
+@pytest.mark.parametrize(("compiled", "storage"), [(whole, "private"), (in_place, "resident"), (function, "resident")])
+def test_a_compiled_model_trains_as_plain_torch_does(comm: Communicator, compiled: Callable, storage: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    plain = Model()
+    model = fully_shard(copy.deepcopy(plain), comm, storage=storage)
+    calls = plain, compiled(model, counter)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    frames = []
+    for step in range(3):
+        losses = []
+        for call, optimizer, rows in zip(calls, optimizers, (slice(None), mine(comm)), strict=True):
+            loss = call(floats(step, 5)[rows]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach() / comm.size)
+        comm.all_reduce(losses[1])
+        torch.testing.assert_close(losses[1], losses[0] * comm.size, rtol=1e-5, atol=1e-6)
+        frames.append(counter.frame_count)
+    assert frames[0] > 0 and frames[1] == frames[2]
+
+
+def test_one_graph_of_a_whole_model_is_refused(comm: Communicator) -> None:
+    torch._dynamo.reset()
+    model = fully_shard(Model(), comm)
+    call = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"block\.compile\(\)"):
+        call(floats(0, 5))
+    assert model(floats(0, 5)).shape == (12, 3)
