@@ -147,17 +147,18 @@ class HeldoutDocuments:
         self._stream: Stream | None = None
         self.lacks = ""
         """What too few documents change, as text; else empty."""
+        if recipe is None:
+            return
         try:
-            if recipe is not None:
-                recipe.check()
+            recipe.check()
         except AllOnOtherSideError as error:
             if len(recipe.sources) > 1:
                 raise
-            self.num_batches, self._recipe, recipe = 0, None, None
+            self.num_batches, self._recipe = 0, None
             self.lacks = (
                 f"none of {error.num_documents} documents is held out (data.heldout), so there are no evaluations"
             )
-        if recipe is not None:
+        else:
             self.batch = recipe.batch
             self._stream = Stream(recipe, open_lanes(recipe))
 
