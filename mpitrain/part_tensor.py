@@ -24,12 +24,14 @@ class PartTensor(torch.Tensor):
 
     _name: str
     _full_shape: tuple[int, ...] | None
+    _remedy: str
 
     @staticmethod
-    def of(part: torch.Tensor, name: str, full_shape: Sequence[int] | None) -> "PartTensor":
-        """The same memory as a part of the parameter `name`, which has the shape `full_shape`. None: see `refuse`."""
+    def of(part: torch.Tensor, name: str, full_shape: Sequence[int] | None, remedy: str = "") -> "PartTensor":
+        """The same memory as a part of the parameter `name`, which has the shape `full_shape`. None, and `remedy`: see `refuse`."""
         made = part.as_subclass(PartTensor)
         made._name, made._full_shape = name, None if full_shape is None else tuple(full_shape)
+        made._remedy = remedy
         return made
 
     @classmethod
@@ -42,7 +44,7 @@ class PartTensor(torch.Tensor):
             part = next((value for value in given if isinstance(value, PartTensor)), None)
             is_new = type(result) is torch.Tensor and not any(result is value for value in given)
             if part is not None and is_new and result.shape == part.shape and func is not torch.Tensor.as_subclass:
-                return PartTensor.of(result, part._name, part._full_shape)
+                return PartTensor.of(result, part._name, part._full_shape, part._remedy)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PartTensor":
@@ -52,20 +54,41 @@ class PartTensor(torch.Tensor):
 
     def refuse_as_whole(self, *args: Any) -> NoReturn:
         """Raise TypeError, because a file would lack the parts of the other ranks."""
-        refuse(self._name, self.shape, self._full_shape)
+        refuse(self._name, self.shape, self._full_shape, self._remedy)
 
     __reduce_ex__ = storage = untyped_storage = refuse_as_whole
 
 
-def refuse(name: str, shape: Sequence[int], full_shape: Sequence[int] | None) -> NoReturn:
+def refuse(name: str, shape: Sequence[int], full_shape: Sequence[int] | None, remedy: str = "") -> NoReturn:
     """TypeError: this rank has a part of `shape` of the parameter `name`, and a file needs the whole. None: it has the whole, and other
-    ranks have other parameters."""
+    ranks have other parameters. `remedy`: a further one."""
     has = "the parameters of its stages" if full_shape is None else f"{tuple(shape)} of {tuple(full_shape)}"
     raise TypeError(
         f"{name} is divided over ranks: this rank has {has}, and a file of it would lack the parts of the other ranks; "
         "write the whole model by mpitrain.save or mpitrain.export_weights, or take whole parameters from "
-        "mpitrain.full_state_dict(model)"
+        "mpitrain.full_state_dict(model)" + remedy
     )
+
+
+IN_UNSHARD = (
+    "; write a part, such as an adapter, by mpitrain.save(..., only=...), or on all ranks `with mpitrain.unshard(model):` and in it on "
+    "rank 0 `model.save_pretrained(folder)`"
+)
+"""A further remedy, for parameters that `unshard` makes whole."""
+
+
+def refuse_whole(name: str, shape: Sequence[int], full_shape: Sequence[int]) -> NoReturn:
+    """RuntimeError: `load_state_dict` got the whole parameter `name` of `full_shape`, and this rank has a part of `shape`."""
+    raise RuntimeError(
+        f"load_state_dict: {name} is a whole tensor, of shape {tuple(full_shape)}, and this rank has only a part of it, "
+        f"{tuple(shape)}; {LOAD_WHOLE}"
+    )
+
+
+LOAD_WHOLE = (
+    "load whole tensors by mpitrain.load_full_state_dict(model, state_dict) on all ranks, with the state dict on rank 0; from "
+    "safetensors files by mpitrain.load_weights(model, folder); from a checkpoint by mpitrain.load(path, model, optimizer)"
+)
 
 
 def watch_state_dicts(module: nn.Module) -> None:
@@ -97,11 +120,7 @@ def _advise(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Add advice to the error that torch raises for tensors of another shape."""
+    """RuntimeError with advice in place of a line of torch's for each tensor of another shape."""
     for key, part in cut.items():
         if part.shape != part.full_shape and getattr(state_dict.get(prefix + key), "shape", None) == part.full_shape:
-            errors.append(
-                f"{prefix}{key} is a whole tensor, and this rank has only a part of it, {part.shape}; load whole tensors by "
-                "mpitrain.load_full_state_dict, from rank 0"
-            )
-            return
+            refuse_whole(prefix + key, part.shape, part.full_shape)

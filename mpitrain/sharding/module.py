@@ -1,7 +1,7 @@
 """`ShardedModule`, the class of a module after `fully_shard`, and the queries of a model that has sharded modules."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.part_tensor import LOAD_WHOLE
+from mpitrain.parts import stages_of
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.setup.blocks import has_forward
 from mpitrain.sharding.setup.foreign import refuse_wrapping
@@ -55,6 +57,15 @@ class ShardedModule(nn.Module):
         found = super().state_dict(*args, **kwargs)
         mark_model(self, self._unit, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load this rank's shards, as `state_dict` has them. RuntimeError with advice for whole tensors."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            if stages_of(self.parameters()) is None or LOAD_WHOLE in str(error):
+                raise
+            raise RuntimeError(f"{error}; if these are of other stages of the pipeline: {LOAD_WHOLE}") from None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also those that wait after `no_sync`, which the `zero_grad` of an optimizer does not drop."""

@@ -27,8 +27,9 @@ def sharded(comm: Communicator) -> nn.Module:
 
 SAID = (
     r"0\.weight is divided over ranks: this rank has \(\d, 5\) of \(7, 5\).* mpitrain\.export_weights.* "
-    r"mpitrain\.full_state_dict"
+    r"mpitrain\.full_state_dict\(model\); write a part, such as an adapter, .* `with mpitrain\.unshard\(model\):`"
 )
+WHOLE = r"^load_state_dict: {}weight is a whole tensor, of shape \({}\), and this rank has only a part .*mpitrain\.load_full_state_dict"
 
 
 def write(what: Any) -> None:
@@ -129,6 +130,39 @@ def test_state_dicts_of_shards_load_as_before(comm: Communicator, shared_tmp: Pa
     assert type(rows.as_subclass(torch.Tensor)) is type(rows.sum()) is torch.Tensor
     assert rows.numpy().shape == rows.shape and f"{rows.flatten().tolist()}" and str(rows)
     assert torch.empty_like(model[0].weight).copy_(rows).equal(rows)
+
+
+@pytest.mark.parametrize("way", [{}, {"storage": "private"}, {"units": "one"}], ids=str)
+@pytest.mark.ranks(2)
+def test_whole_tensors_are_refused_with_advice(comm: Communicator, way: dict[str, Any]) -> None:
+    """In one line, also by an unsharded module around the model, and where other names are ignored."""
+
+    def made() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    whole = {name: torch.full_like(value, 3.0) for name, value in made().state_dict().items()}
+    units = way.pop("units", None)
+    model = made()
+    for part in () if units else model:
+        fully_shard(part, comm, **way)
+    fully_shard(model, comm, **way)
+    outer = nn.ModuleDict({"model": model})
+    for prefix, call in (
+        ("", lambda: model.load_state_dict(whole)),
+        ("", lambda: model.load_state_dict(whole | {"more": torch.ones(1)}, strict=False)),
+        ("model.", lambda: outer.load_state_dict({f"model.{name}": value for name, value in whole.items()})),
+    ):
+        with pytest.raises(RuntimeError, match=WHOLE.format(rf"{prefix}\d\.", "4, 4")) as raised:
+            call()
+        assert "\n" not in str(raised.value) and "size mismatch" not in str(raised.value)
+    with pytest.raises(RuntimeError, match="size mismatch"):  # of no shape that is known here: torch's own message
+        model.load_state_dict({name: torch.ones(9, 9) for name in whole})
+    mpitrain.load_full_state_dict(model, whole if comm.rank == 0 else {})
+    model.load_state_dict(model.state_dict())
+    assert all((param == 3).all() for param in model.parameters())
+    with mpitrain.unshard(model, write=True):
+        model.load_state_dict({name: value + 1 for name, value in whole.items()})
+    assert all((param == 4).all() for param in model.parameters())
 
 
 def test_an_optimizer_may_keep_what_belongs_to_no_parameter(comm: Communicator) -> None:
