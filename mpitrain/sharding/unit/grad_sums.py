@@ -46,15 +46,18 @@ class WaitingSums:
             self._sums[index] = grad.to(self._dtype)
         full.grad = None
 
-    @torch.no_grad()
     def take(self, index: int) -> torch.Tensor | None:
         """Take the sum of parameter `index`, with the full gradient of the last backward."""
         full = self._params[index].full
-        grad, full.grad = full.grad, None
-        total = self._sums.pop(index, None)
-        if total is None or grad is None:
-            return grad if total is None else total
-        total += grad
+        grad = full.grad
+        if grad is not None:
+            full.grad = None
+        if index not in self._sums:
+            return grad
+        total = self._sums.pop(index)
+        if grad is not None:
+            with torch.no_grad():
+                total += grad
         return total
 
     def clear(self) -> None:
@@ -75,9 +78,8 @@ class ShardSums:
         self._is_wider = self._dtype != dtype
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    @torch.no_grad()
     def add(self, shard: torch.nn.Parameter, mean: torch.Tensor) -> None:
-        """Add a mean to the gradient of a shard."""
+        """Add a mean to the gradient of a shard. Within `torch.no_grad()`."""
         grad, mean = shard.grad, mean.to(shard.device)
         assert grad is not None
         if not self._is_wider:

@@ -130,10 +130,11 @@ class Gradients:
         """
         self._over_copies = over_copies
         for index in range(len(self.params)):
-            is_used = index in self.placed or index in self.waiting
+            waits = index in self.waiting
+            is_used = waits or index in self.placed
             self.was_used[index] = is_used or (self.is_within_step and self.was_used[index])
             self._look(index)
-            if index in self.waiting:
+            if waits:
                 self.place_grad(index, buffer)
             elif index not in self.placed:
                 self._part(buffer, index).zero_()  # this rank did not use the parameter; other ranks may have used it
@@ -296,7 +297,8 @@ class Gradients:
             if not grad.ndim:
                 grad = grad.view(param.box.shape)  # a scalar's shard has one dimension
         if shard.grad is not None:
-            self._shard_sums.add(shard, grad)
+            with torch.no_grad():
+                self._shard_sums.add(shard, grad)
         elif self._offload is not None:
             there = where_shards_live(shard.numel(), self.dtype, self.device, self._offload)
             with torch.no_grad():
