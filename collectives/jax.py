@@ -48,7 +48,7 @@ from jax.sharding import get_abstract_mesh
 from collectives.arrays.dtypes import effective_op, number_of
 from collectives.communicator.communicator import Communicator, for_callbacks
 from collectives.diagnosis import stacks
-from collectives.diagnosis.hangs.standstill import Standstill
+from collectives.diagnosis.hangs.deadline import Standstill
 from collectives.diagnosis.job import all_ranks
 from collectives.progress.issued import Announced, Issues
 from collectives.progress.work import Progress, Queued
@@ -142,7 +142,7 @@ class _AfterJitted(Progress):
         """Wait for the jitted collectives that this thread has called. A thread of JAX has called none.
 
         The flight record does not show this wait, because a computation may take any time. The record shows the collectives of the
-        computation; standstill.py detects a computation without progress. An error of the computation is suppressed here, because JAX
+        computation; `Standstill` detects a computation without progress. An error of the computation is suppressed here, because JAX
         would raise it at every call; it is raised where the program reads the result.
         """
         with suppress(jax.errors.JaxRuntimeError):

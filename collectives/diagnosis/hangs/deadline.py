@@ -1,10 +1,10 @@
-"""The deadline: the longest wait of an operation, and a thread that ends the process if the monitor does not."""
+"""The deadline: the longest wait of an operation or inside JAX, and a thread that ends the process if the monitor does not."""
 
 import math
 import threading
 import time
 
-from collectives.diagnosis import dump, record
+from collectives.diagnosis import dump, record, stacks
 from collectives.diagnosis.ending import end_process
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.ring import goodbye
@@ -16,6 +16,9 @@ EXIT_CODE = 124  # of a job that a deadline ends, as of timeout(1)
 _LAST_RESORT_S = 30.0  # after the deadline: the process ends if no monitor has ended the job
 _POLL_S = 0.5
 _PAUSE_S = 5.0  # after a longer gap between two looks the process was stopped; waits then count from the end of the gap
+
+_IDLE_SHARE = 0.01  # of a core; the monitor's threads use a tenth of this
+_IDLE_S = 0.02
 
 
 class Deadline:
@@ -69,6 +72,43 @@ class Clock:
     def late(self, grace_s: float) -> record.Operation | None:
         """An operation that has passed the deadline by `grace_s`."""
         return next(iter(self.waits(Deadline.seconds + grace_s)), None) if Deadline.seconds else None
+
+
+class Standstill:
+    """The standstill of this process inside JAX before an operation begins, a wait that the flight record does not show.
+
+    JAX carries out a jitted operation when its operand has been computed. If the operand never comes, as after a callback that waits
+    for work of its own thread, no rank enters an operation, and no operation passes the deadline. The sign of a standstill: a thread
+    is inside a call of JAX, and the process uses no processor time. A computation, however long, uses processor time. Only JAX on CPUs
+    is watched, because the host is idle while a GPU computes.
+    """
+
+    log: record.Log | None = None  # None: this process uses no jitted collectives
+
+    def __init__(self) -> None:
+        self._begin(time.monotonic())
+
+    @classmethod
+    def watch(cls, rank: int) -> None:
+        """Begin to watch. `rank`: this rank's number in the job."""
+        if cls.log is None:
+            cls.log = record.Log([rank], "JAX")
+
+    def late(self, now: float, begun_before: float) -> record.Operation | None:
+        """The standstill as an operation with sequence 0, if it began before `begun_before`. The monitor calls this repeatedly."""
+        if self.log is None:
+            return None
+        used_s = time.process_time() - self._used_s
+        if used_s > _IDLE_S + _IDLE_SHARE * (now - self._since) or not stacks.any_inside("jax"):
+            self._begin(now)
+            return None
+        if self._since >= begun_before:
+            return None
+        name, main = "standing still before an operation begins", stacks.main_thread()
+        return record.Operation(-1, self.log, 0, name, 0, "", None, None, "", record.BEGUN, main, self._since, 0.0)
+
+    def _begin(self, now: float) -> None:
+        self._since, self._used_s = now, time.process_time()
 
 
 def last_resort(stop: threading.Event) -> None:

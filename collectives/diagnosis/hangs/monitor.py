@@ -31,12 +31,11 @@ from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.hangs.channel import MonitorChannel
-from collectives.diagnosis.hangs.deadline import Clock, Deadline, last_resort
+from collectives.diagnosis.hangs.deadline import Clock, Deadline, Standstill, last_resort
 from collectives.diagnosis.hangs.evictions import Evictions, Stuck, endless_recovery
 from collectives.diagnosis.hangs.inquiry import ANSWER_S, CONFIRM_S, GRACE_S, LOOK_S, Inquiries, Inquiry
 from collectives.diagnosis.hangs.look import last_record
 from collectives.diagnosis.hangs.losses import Losses
-from collectives.diagnosis.hangs.standstill import Standstill
 from collectives.diagnosis.job import Job, keep
 from collectives.diagnosis.ring import goodbye, roster
 

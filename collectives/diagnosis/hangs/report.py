@@ -138,7 +138,7 @@ def described(state: State | None, key: str) -> str:
 
 def _verdict(late: Waiting, states: Sequence[State | None], roster: Roster) -> str:
     """The ranks for which `late` waits, and advice."""
-    if not late["sequence"]:  # not an operation: see standstill.py
+    if not late["sequence"]:  # not an operation: see `deadline.Standstill`
         return (
             "JAX has computed nothing meanwhile: perhaps a callback of the program waits for an event that never comes, or for work "
             "of JAX's own threads (a rank that is bound to one core has one of these threads)"
