@@ -69,9 +69,9 @@ SKIPS: dict[str, Skips] = {
 )
 def test_the_gradients_are_those_of_the_plain_model(comm: Communicator, schedule: str, which: str) -> None:
     skips = SKIPS[which]
-    ways: list[dict[str, Any]] = [{}, {"slices": 2 * MICRO}]
+    ways: list[dict[str, Any]] = [{}]
     if which == "other blocks":
-        ways += [{"storage": "private"}, {"stage": 0}]  # a rank may skip parts of a unit
+        ways += [{"slices": 2 * MICRO}, {"storage": "private"}]  # a rank may skip parts of a unit
     mesh = mpitrain.mesh(comm, pp=2)
     plain = Model()
     models = [copy.deepcopy(plain) for _ in ways]

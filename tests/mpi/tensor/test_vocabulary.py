@@ -111,7 +111,7 @@ def _masked(kind: str, logits: torch.Tensor, edges: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("targets_that_count", ["all", "some", "none"])
 def test_masked_classes_and_targets(comm: Communicator, dtype: torch.dtype, targets_that_count: str) -> None:
