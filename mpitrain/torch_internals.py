@@ -109,9 +109,10 @@ def not_compiled(function: F) -> F:
     `torch.compiler.disable` does so, too, but imports the compiler, which takes more than a second.
     """
     frames = torch._C._dynamo.eval_frame
-    frames.set_code_exec_strategy(
-        function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    )
+    if hasattr(frames, "set_code_exec_strategy"):  # else an older torch, which compiles blocks alone
+        frames.set_code_exec_strategy(
+            function.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        )
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "compile the blocks of a sharded model: block.compile()"  # type: ignore[attr-defined]
     return function
