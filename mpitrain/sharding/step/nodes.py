@@ -121,14 +121,14 @@ def finder() -> Callable[[Any, Call | None], Call | None]:
     Two threads may give the same number: then a call of this thread is taken. Usually a program computes in one thread.
     """
     mine = _mine()
-    of_threads = [mine, *(calls for calls in _with_calls if calls is not mine)]
+    of_threads = [mine, *(calls for calls in reversed(_with_calls) if calls is not mine)]
 
     def find(node: Any, guess: Call | None) -> Call | None:
         number = node_number(node)
         if guess is not None and guess.first <= number < guess.end and not guess.has_inner:
             return guess
         for calls in of_threads:
-            if (call := calls.find(number)) is not None:
+            if (call := calls.find(number)) is not None and call.model is not None:
                 return call
         return None
 

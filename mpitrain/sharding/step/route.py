@@ -12,11 +12,11 @@ module ran. So when these have come, the unit's gradients are complete.
 With one model whose full parameters last and are all used, the route ends at the entries, because the rest is known.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from mpitrain.sharding.step.nodes import Call, Model, finder
 from mpitrain.sharding.unit.gradients import Gradients
@@ -67,7 +67,7 @@ class Route:
         self.exits.clear()
 
 
-def find_routes(outputs: Iterable[Any], inputs: Iterable[Any], *, inside: bool) -> dict[Model, Route]:
+def find_routes(outputs: Iterable[Any], inputs: Sequence[Any], *, inside: bool) -> dict[Model, Route]:
     """The routes of a backward from `outputs` (tensors or edges), by model: see [Note: route].
 
     `inputs`: tensors or edges to which alone the backward goes; empty: to all leaves. `inside`: whether the graph is followed within
@@ -75,8 +75,7 @@ def find_routes(outputs: Iterable[Any], inputs: Iterable[Any], *, inside: bool) 
     """
     walk = _Walk(inside)
     roots = [node for output in outputs if (node := _node_of(output)) is not None]
-    wanted = {node for each in inputs if (node := _node_of(each, of_leaf=True)) is not None}
-    walk.follow(roots, _leading_to(wanted, roots) if wanted else None)
+    walk.follow(roots, _leading_to(inputs, roots) if inputs else None)
     if inside and not walk.hides:
         for model, route in walk.routes.items():
             route.expected = {unit: set() for unit in model.units}
@@ -138,18 +137,15 @@ class _Walk:
             self.routes[model].exits.setdefault(unit, set()).add(node)
 
 
-def _node_of(value: Any, *, of_leaf: bool = False) -> Any:
-    """The node of a tensor or an edge; None for a leaf without `of_leaf`, and for a tensor without gradients."""
-    if isinstance(value, GradientEdge):
-        return value.node
-    if value.grad_fn is not None or not of_leaf or not value.requires_grad:
-        return value.grad_fn
-    return get_gradient_edge(value).node
+def _node_of(value: Any) -> Any:
+    """The node of a tensor or an edge; None for a leaf, and for a tensor without gradients."""
+    return value.node if isinstance(value, GradientEdge) else value.grad_fn
 
 
-def _leading_to(wanted: set[Any], roots: list[Any]) -> set[Any]:
-    """The nodes from which the graph leads to one of the wanted nodes, and these."""
-    found, seen = set(wanted), set[Any]()
+def _leading_to(inputs: Sequence[Any], roots: list[Any]) -> set[Any] | None:
+    """The nodes from which the graph leads to one of these tensors or edges; None if it leads to none of them."""
+    found = {node for each in inputs if (node := _node_of(each)) is not None}
+    leaves, seen = {id(each) for each in inputs}, set[Any]()
     left = [(root, False) for root in roots]
     while left:
         node, is_back = left.pop()
@@ -159,6 +155,8 @@ def _leading_to(wanted: set[Any], roots: list[Any]) -> set[Any]:
                 found.add(node)
         elif node not in seen:
             seen.add(node)
+            if (leaf := leaf_of(node)) is not None and id(leaf) in leaves:
+                found.add(node)
             left.append((node, True))
             left += [(target, False) for target in following]
-    return found
+    return None if found.isdisjoint(seen) else found

@@ -192,3 +192,13 @@ def test_a_backward_through_another_model_is_none_of_this_one(comm: Communicator
     assert all(param.grad is None for param in model.parameters())
     loss.backward()
     assert any(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_gradients_within_transforms_of_functions(comm: Communicator) -> None:
+    """torch.func calls the same backward for tensors whose leaves no graph of a sharded model knows."""
+    model = shard(NETS["objects"](), comm, "stage 3, private")
+    loss = output(model)
+    cube = torch.func.hessian(lambda x: (x**3).sum())(torch.ones(2))
+    assert cube.tolist() == [[6, 0], [0, 6]]
+    loss.backward()
