@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mpitrain.sharding.module import ShardedModule, call_module, outermost
-from mpitrain.sharding.unit.registry import around_of, unit_of
+from mpitrain.sharding.unit.registry import around_of
 
 
 def register_forward_method(module: nn.Module, *names: str) -> None:
@@ -58,16 +58,21 @@ _LIBRARIES = ("transformers", "peft")
 
 
 def _register(module: nn.Module, name: str, method: Callable[..., Any], *, no_grad: bool = False) -> None:
-    owners = [module] if unit_of(module) is not None else list(outermost(module))
-    if unit_of(module) is None and (around := around_of(module)) is not None:
+    around = around_of(module)
+    owners: list[ShardedModule]
+    if isinstance(module, ShardedModule):
+        owners = [module]
+    elif isinstance(around, ShardedModule):
         owners = [around]
+    else:
+        owners = list(outermost(module))
     if not owners or getattr(method, "is_registered", False):
         return
-    if name == "forward" and owners == [module]:
-        module._is_entry = True  # type: ignore[assignment]
+    if name == "forward" and isinstance(module, ShardedModule):
+        module._is_entry = True
         return
     guards = owners[0]._unit.guards
-    if name == "forward" and len(owners) == 1 and guards.has(module):
+    if name == "forward" and guards is not None and guards.has(module):
         guards.entries.add(module)
         return
 

@@ -23,7 +23,7 @@ class _Member(NamedTuple):
     flat: FlatParameters
     param: ShardedParameter
     shown: nn.Parameter  # the full parameter, or a copy of it
-    count: int  # of the writes to it before the block
+    num_writes: int  # before the block
 
 
 class Ended(NamedTuple):
@@ -68,7 +68,7 @@ class Block:
         """Compare the ranks at the end of the block. Collective."""
         found = []
         for comm, its in self.models.items():
-            written = [number for number, each in enumerate(its) if count_writes([each.shown]) != each.count]
+            written = [number for number, each in enumerate(its) if count_writes([each.shown]) != each.num_writes]
             of_ranks = comm.all_gather_object((problem, written))
             anywhere = sorted(set.union(*(set(numbers) for _, numbers in of_ranks)))
             is_alike = all(numbers == written for _, numbers in of_ranks)

@@ -77,7 +77,7 @@ def refuse_gradient(param: ShardedParameter) -> Any:
         return None
     with torch.enable_grad(), torch.inference_mode(False):
         shard.requires_grad_(True)
-        node = shard.view_as(shard).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node: Any = shard.view_as(shard).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         shard.requires_grad_(is_trained)
     node.register_prehook(partial(_refuse_gradient, weakref.ref(param)))
     return node
