@@ -33,7 +33,9 @@ if TYPE_CHECKING:
         sync_buffers,
         unshard,
     )
-    from mpitrain.sharding.compression import compress_gradients, power_sgd, top_k
+    from mpitrain.sharding.compression.api import compress_gradients
+    from mpitrain.sharding.compression.power_sgd import power_sgd
+    from mpitrain.sharding.compression.top_k import top_k
     from mpitrain.sharding.slices.api import rounds, slice_mean
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
