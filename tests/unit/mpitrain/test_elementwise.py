@@ -65,9 +65,7 @@ def ordered(values: torch.Tensor) -> torch.nn.Parameter:
     """A parameter whose updates must not depend on the cut, as those of a model with slices."""
     param = torch.nn.Parameter(values)
     (alone,) = on_ranks(1, lambda comm: comm)
-    mark_spread(
-        param, tuple(values.shape), name="p", copy=alone, everyone=alone, holders=alone, alike=alone, is_ordered=True
-    )
+    mark_spread(param, tuple(values.shape), name="p", everyone=alone, holders=alone, alike=alone, is_ordered=True)
     return param
 
 
