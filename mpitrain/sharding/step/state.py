@@ -115,7 +115,9 @@ class StepState:
 
     def _reshard(self, unit: Unit, *, keep: bool = False, for_backward: bool = False) -> None:
         """Show the shards of a unit, and free its full parameters unless a graph, `keep` or `hold` needs them."""
-        if unit in self._held or unit.state in (UnitState.SHARDED, UnitState.UNSHARDING):
+        if unit in self._held or unit in self._running:
+            return  # a backward within a forward leaves alone what the forward still uses
+        if unit.state in (UnitState.SHARDED, UnitState.UNSHARDING):
             return  # the prefetch itself frees units that it began to gather
         if keep or self._graph is not Graph.NONE:
             unit.hide()
@@ -134,9 +136,10 @@ class StepState:
         for unit in self._lasting:
             if unit.state is UnitState.UNSHARDING:
                 self._unshard(unit)
-            if unit not in self._held:
+            if unit not in self._held and not self._running:
                 unit.reshard()
-        self.phase = Phase.FORWARD if self._held else Phase.IDLE  # a backward may have run while parameters are held
+        # A backward may have run within a forward, or while parameters are held.
+        self.phase = Phase.FORWARD if self._held or self._running else Phase.IDLE
         if before_backward:
             self._fence.put_off()
             return

@@ -148,6 +148,26 @@ def test_weight_tied_cells(comm: Communicator, way: str) -> None:
     compare(comm, way, lambda: nn.Sequential(Cell(), nn.Linear(4, 4)), lambda net: of_itself(net).backward(), 1e-4)
 
 
+class Guided(nn.Module):
+    """Its forward follows a gradient of its own output, then calls its blocks again, and uses a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.last = Net(plainly), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for create_graph in (False, True):
+            (slope,) = torch.autograd.grad(self.last(self.net(x)).sum(), x, create_graph=create_graph)
+            x = x - slope
+        return self.last(self.net(x))
+
+
+@pytest.mark.parametrize("way", ["resident", "private"])
+def test_a_forward_that_takes_gradients(comm: Communicator, way: str) -> None:
+    compare(comm, way, Guided, lambda net: net(X).square().sum().backward(), 1e-4)
+
+
 @pytest.mark.parametrize("way", ["resident", "private"])
 def test_two_models_that_train_through_each_other(comm: Communicator, way: str) -> None:
     """CycleGAN: each model runs on data and on what the other one made, and their optimizers take turns."""
