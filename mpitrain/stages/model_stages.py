@@ -36,27 +36,52 @@ class _Nothing(nn.Module):
         return torch.zeros(())
 
 
-class _Enter(_PassOn):
-    """In the place of the block before a stage: returns the stream that the stage before has passed on."""
+class _Border:
+    """Where the stream enters a stage, or leaves it, in one forward. The model's forward may skip any of the blocks."""
 
-    x: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """After a forward."""
+        self.x: torch.Tensor | None = None
+        """The stream: that of the stage before, or the one that this stage passes on."""
+        self.is_met = False
+        """Whether the forward has called a stand-in that gives the stream, or takes it."""
+        self.is_open = False
+        """Whether the next block of the stage is the first that runs; whether nothing has taken the stream."""
+        self.last: torch.Tensor | None = None
+        """Of the stream that leaves: the output of the last block that ran, or what entered. The model must pass it on as it is."""
+
+
+class _Enter(_PassOn):
+    """In the place of each block before a stage: returns the stream that the stage before has passed on."""
+
+    def __init__(self, module: nn.Module, border: _Border) -> None:
+        super().__init__(module)
+        self._border = border
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.x
+        self._border.is_met = True
+        return self._border.x
 
 
 class _Leave(_PassOn):
-    """In the place of the module after a stage's blocks: takes the stream that the stage passes on."""
+    """In the place of each module after a stage's blocks: the first one that gets the stream takes it, and the stage passes it on.
 
-    x: torch.Tensor | None = None
-    expected: torch.Tensor | None = None
-    """The output of the last block, which must be this stream."""
-    is_open = False
+    `is_block`: it is in the place of a block, which gets the stream always. Other modules may be called with anything.
+    """
+
+    def __init__(self, module: nn.Module, border: _Border, *, is_block: bool) -> None:
+        super().__init__(module)
+        self._border, self._is_block = border, is_block
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.expected is not None and not _is_same(x, self.expected):
-            raise _between()
-        self.x, self.expected, self.is_open = x, None, False
+        border = self._border
+        if border.is_open and (self._is_block or (border.last is not None and _is_same(x, border.last))):
+            if border.last is not None and not _is_same(x, border.last):
+                raise _between()
+            border.x, border.is_met, border.is_open = x, True, False
         return x
 
 
@@ -74,14 +99,17 @@ def _between() -> ValueError:
     )
 
 
-def _of_kind(stand_ins: Mapping[str, nn.Module], kind: type[Any]) -> Any:
-    return next((each for each in stand_ins.values() if isinstance(each, kind)), None)
+def _skipped() -> ValueError:
+    return ValueError(
+        "pipeline: the model's forward calls no block through which the stream enters or leaves a stage, because it skips all blocks "
+        "there and computes with the stream between them; let a block that is skipped return its input"
+    )
 
 
 class ModelStages:
     """The `mine` of a model's stages. The model's own forward computes each, with the modules of that stage alone in their places.
 
-    A stream enters in the place of the block before the stage, and is taken in the place of the module after it. So what the model
+    A stream enters in the place of the blocks before the stage, and is taken in the place of the modules after it. So what the model
     computes before the first block is of the first stage alone, and what it computes after the blocks of the last one, also without
     a module: a factor of the embedding, or a limit of the logits. `division`: the blocks of each stage. A module that shares a
     parameter with a module of this rank's stages stays, so that the parameter keeps its name.
@@ -93,6 +121,9 @@ class ModelStages:
         self._blocks = model.get_submodule(plan.blocks)
         self._keys = list(self._blocks._modules)
         self._stage = mine[0]
+        self._borders = {
+            stage: (_Border(), _Border()) for stage in mine
+        }  # where the stream enters, and where it leaves
         self._stand_ins = {stage: self._stand_ins_of(stage) for stage in mine}
         self._whole_forward = model.forward
         model.forward = self._forward
@@ -136,15 +167,12 @@ class ModelStages:
 
     def _watch_borders(self, stage: int) -> None:
         """Check that nothing is computed between the blocks of two stages, which would be computed twice."""
-        own, stand_ins = self._division[stage], self._stand_ins[stage]
-        enter, leave = _of_kind(stand_ins, _Enter), _of_kind(stand_ins, _Leave)
-        if not own:
-            return
-        first, last = (self._blocks.get_submodule(self._keys[at]) for at in (own[0], own[-1]))
+        enter, leave = self._borders[stage]
 
         def comes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._stage != stage or enter is None or enter.x is None:
+            if self._stage != stage or not enter.is_open or enter.x is None:
                 return  # also where a backward computes a block again
+            enter.is_open = False
             stream, *others = (*args, *kwargs.values())
             if not _is_same(stream, enter.x):
                 raise _between()
@@ -155,11 +183,13 @@ class ModelStages:
                 )
 
         def goes(block: nn.Module, args: Any, output: Any) -> None:
-            if self._stage == stage and leave is not None and leave.is_open:
-                leave.expected = output
+            if self._stage == stage and leave.is_open:
+                leave.last = output
 
-        first.register_forward_pre_hook(comes, with_kwargs=True, prepend=True)
-        last.register_forward_hook(goes)
+        for at in self._division[stage]:
+            block = self._blocks.get_submodule(self._keys[at])
+            block.register_forward_pre_hook(comes, with_kwargs=True, prepend=True)
+            block.register_forward_hook(goes)
 
     @staticmethod
     def names_of(model: nn.Module, plan: StagePlan, division: Sequence[range]) -> list[list[str]]:
@@ -192,23 +222,22 @@ class ModelStages:
                 f"this {type(self.model).__name__} is in stages, of which this rank has some; call step, evaluate or next_logits of "
                 "its pipeline"
             )
-        stand_ins = self._stand_ins[self._stage]
-        enter, leave = _of_kind(stand_ins, _Enter), _of_kind(stand_ins, _Leave)
-        if leave is not None:
-            leave.is_open = True
-        if enter is not None:
-            enter.x = kwargs[self._plan.stream]
-            kwargs[self._plan.stream] = enter.x.detach()  # what is computed from it before the blocks is not used
+        enter, leave = self._borders[self._stage]
+        is_last = self._stage == self.num_stages - 1
+        leave.is_open = not is_last
+        if self._stage:
+            # What the model computes from it before the blocks is not used.
+            enter.x = leave.last = kwargs[self._plan.stream]
+            enter.is_open = True
         try:
-            with self._in_place(stand_ins):
+            with self._in_place(self._stand_ins[self._stage]):
                 output = self._whole_forward(*args, **kwargs)
-            return output if leave is None else leave.x
+            if leave.is_open or (enter.is_open and not enter.is_met):
+                raise _skipped()
+            return output if is_last else leave.x
         finally:
-            for each in (enter, leave):
-                if each is not None:
-                    each.x = None
-            if leave is not None:
-                leave.expected, leave.is_open = None, False
+            enter.close()
+            leave.close()
 
     def _stand_ins_of(self, stage: int) -> dict[str, nn.Module]:
         """What stands in the place of each module that the stage does not have, by name."""
@@ -219,15 +248,13 @@ class ModelStages:
             for name in plan.first:
                 module = self.model.get_submodule(name)
                 found[name] = _Nothing() if isinstance(module, nn.Embedding) else _PassOn(module)
-        after = [*names[own.stop :], *([] if stage == self.num_stages - 1 else plan.last)]
-        for name in (*names[: own.start], *after):
-            found[name] = _PassOn(self.model.get_submodule(name))
-        if stage:
-            enter = _Enter(self.model.get_submodule(names[own.start - 1]))
-            mark_places_after([(own.start - 1, enter)])
-            found[names[own.start - 1]] = enter
+        enter, leave = self._borders[stage]
+        for at in range(own.start):
+            found[names[at]] = _Enter(self.model.get_submodule(names[at]), enter)
+            mark_places_after([(at, found[names[at]])])
         if stage < self.num_stages - 1:
-            found[after[0]] = _Leave(self.model.get_submodule(after[0]))
+            for name in (*names[own.stop :], *plan.last):
+                found[name] = _Leave(self.model.get_submodule(name), leave, is_block=name in names)
         return found
 
     @contextmanager

@@ -91,3 +91,50 @@ def test_the_gradients_are_those_of_the_plain_model(comm: Communicator, schedule
         pipe.step(own, lambda logits, micro: loss_of(logits, own[micro]), scale=scale)
         assert mpitrain.grad_norms(model) == pytest.approx(expected, rel=1e-5)
     mesh.free()
+
+
+class Leaping(Model):
+    """Its forward leaves out blocks without a call, so no block is sure to be called where a stream enters or leaves a stage."""
+
+    left_out: tuple[int, ...] = ()
+
+    def forward(self, tokens: torch.Tensor | None = None, x: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(tokens) if x is None else x
+        for number, block in enumerate(self.blocks):
+            if number not in self.left_out:
+                x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("left_out", [(0,), (1,), (2,), (0, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_forward_that_leaves_out_blocks(comm: Communicator, schedule: str, left_out: tuple[int, ...]) -> None:
+    """The second of two blocks of a stage, and the first of the next one, are those at the border of the stages."""
+    mesh = mpitrain.mesh(comm, pp=2)
+    plain, model = Leaping(), Leaping()
+    plain.left_out = model.left_out = left_out
+    pipe = mpitrain.pipeline(model, mesh["pp"], schedule, micro_batches=MICRO, plan=PLAN)
+    tokens = tokens_of(0)
+    pipe.step(tokens, lambda logits, micro: loss_of(logits, tokens[micro]), scale=lambda loss: loss / MICRO)
+    for each in tokens:
+        (loss_of(plain(each), each) / MICRO).backward()
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert (param.grad is None) == (expected[name].grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad, expected[name].grad, msg=lambda text, name=name: f"{name}: {text}")
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_that_leaves_out_all_blocks(comm: Communicator) -> None:
+    mesh = mpitrain.mesh(comm, pp=2)
+    model = Leaping()
+    model.left_out = (0, 1, 2, 3)
+    pipe = mpitrain.pipeline(model, mesh["pp"], "gpipe", micro_batches=MICRO, plan=PLAN)
+    tokens = tokens_of(0)
+    stage, x = (0, None) if comm.rank == 0 else (1, torch.ones(2, 2, 8))
+    with pytest.raises(ValueError, match="skips all blocks"):
+        pipe.stages(stage, x, (tokens[0],), {})
+    mesh.free()
