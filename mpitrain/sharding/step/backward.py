@@ -12,6 +12,7 @@ from mpitrain.sharding.step.nodes import Call, Place
 from mpitrain.sharding.step.route import Route
 from mpitrain.sharding.step.state import Graph, Phase, StepState
 from mpitrain.sharding.unit.gradients import Gradients
+from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.unit import Unit
 from mpitrain.torch_internals import (
     at_end_of_backward,
@@ -96,6 +97,7 @@ class Backwards(StepState):
     def on_gradient(self, number: int, index: int) -> None:
         """Called when autograd has accumulated the gradient of parameter `index` of the reducer's `gradients[number]`."""
         self._begin_backward()
+        self._check_unwritten(self.reducer.gradients[number][1].params[index])
         if self.reducer.reducing is not None:
             with self._communicating():
                 self.reducer.reducing.progress()
@@ -103,6 +105,16 @@ class Backwards(StepState):
         if unit is not None:
             self._reruns.got_gradient(unit, is_within=len(self._routes) > 1)
             self._complete(unit)
+
+    def _check_unwritten(self, param: ShardedParameter) -> None:
+        """RuntimeError if a hook within the backward has written to a parameter whose gradient comes only now."""
+        if self._writes_of.get(param) not in (None, count_writes([param.shard])):
+            self._fence.forget()
+            raise RuntimeError(
+                f"parameter {param.name} was written within a backward before its gradient was complete (by a hook on an activation), "
+                "so the gradients would fit neither the old nor the new values; write after the backward, or in a hook of "
+                "register_post_accumulate_grad_hook"
+            )
 
     def _complete(self, unit: Unit) -> None:
         """Called when a gradient of a unit has come, and when all its exits are passed: it may be complete, see [Note: complete]."""

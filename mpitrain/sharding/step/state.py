@@ -21,6 +21,7 @@ from mpitrain.sharding.step.reruns import Reruns
 from mpitrain.sharding.step.route import Route
 from mpitrain.sharding.step.same_inputs import SameInputs
 from mpitrain.sharding.step.tree import Tree
+from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
@@ -70,6 +71,7 @@ class StepState:
         self._routes: list[Route] = []  # of the backward under way, and of backwards within it
         self._reruns = Reruns()
         self._writes: int | None = None  # the count of writes to the shards at the last forward
+        self._writes_of: dict[ShardedParameter, int] = {}  # the same of each parameter
         self._lasting = [unit for unit in units if unit.lasts]
         self._passing = [unit for unit in units if not unit.lasts]
         self._compares = bool(self._passing) and ranks.shard.size > 1

@@ -185,6 +185,7 @@ class TrainingStep(Backwards):
                 outdate([param.full for unit in self.units for param in unit.params])
                 forget_calls(self, writes)
             self._writes = writes
+            self._writes_of = {param: count_writes([param.shard]) for unit in self.units for param in unit.params}
 
     def _agree(self) -> bool:
         """Let the reducer find thawed parameters. Returns whether its message replaces the fence, because the same ranks took part."""

@@ -67,6 +67,34 @@ def test_writing_between_a_forward_and_its_backward_raises(
     loss_of(model).backward()  # and on it goes
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_writing_within_a_backward_raises(comm: Communicator, way: str) -> None:
+    """As in plain torch: a hook on an activation writes to a parameter before or after the backward has passed it."""
+    model = shard(Blocks(), comm, way)
+    written = [block[0].weight for block in model.blocks]  # type: ignore[index]
+
+    def backward(at: int, hooked: int) -> None:
+        def write(grad: torch.Tensor) -> None:
+            with torch.no_grad():
+                written[at].mul_(2)
+
+        output: list[torch.Tensor] = []
+        keep = model.blocks[hooked].register_forward_hook(lambda module, args, out: output.append(out))
+        loss = model(torch.ones(2, 5)).square().sum()
+        keep.remove()
+        output[0].register_hook(write)
+        loss.backward()
+
+    backward(at=2, hooked=0)
+    model.zero_grad()
+    with pytest.raises(
+        RuntimeError, match=r"blocks.0.0.weight was written within a backward|were written between a forward"
+    ):
+        backward(at=0, hooked=1)
+    model.zero_grad()
+    backward(at=2, hooked=0)
+
+
 @pytest.mark.parametrize("replicas", [False, True])
 @pytest.mark.parametrize("trains", [False, True])
 def test_ranks_that_run_other_modules_are_told(comm: Communicator, trains: bool, replicas: bool) -> None:
