@@ -56,7 +56,8 @@ def grad_norms(model: nn.Module) -> dict[str, float]:
     total = torch.zeros(width + 1, len(names), dtype=torch.float64)  # the last row: how many ranks have a gradient
     column_of = {name: column for column, name in enumerate(names)}
     for name, square in zip(grads, of_each, strict=True):
-        total[:width, column_of[name]] = square * counts_in_sums(trained[name])
+        if counts_in_sums(trained[name]):
+            total[:width, column_of[name]] = square
         total[width, column_of[name]] = 1.0
     columns: dict[Communicator | None, list[int]] = {}
     for name, param in trained.items():

@@ -72,7 +72,14 @@ CASES: dict[int, list[tuple[dict[str, int], Chosen]]] = {
 @pytest.mark.ranks(2, 4)
 def test_ignored_parameters(comm: Communicator) -> None:
     for sizes, ignored in CASES[comm.size]:
-        check_norms(*spread_over(comm, axes_of(comm, **sizes), ignored))
+        model, plain = spread_over(comm, axes_of(comm, **sizes), ignored)
+        check_norms(model, plain)
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.fill_(math.inf)
+        assert set(mpitrain.grad_norms(model).values()) == {math.inf}, (
+            "no 0 times infinity on a rank that does not count"
+        )
 
 
 def check_norms(model: nn.Module, plain: nn.Module) -> None:
