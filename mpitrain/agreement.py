@@ -24,6 +24,13 @@ def check_alike(comm: Communicator, mine: Sequence[str], *, caller: str, remedy:
     raise ValueError(f"{caller}: the ranks differ: {said[0]} on rank 0, {said[1]} on rank {rank}; {remedy}")
 
 
+@torch.no_grad()
+def digest(x: torch.Tensor) -> str:
+    """A hash of all bytes of a strided tensor, on any device."""
+    values = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return xxhash.xxh3_128_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)
+
+
 _MAX_HASHED = 1 << 14
 """Elements of a tensor that are compared, at equal distances. Then the check of a large tensor takes about 0.2 ms on a CPU."""
 

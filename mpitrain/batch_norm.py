@@ -29,9 +29,10 @@ class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer whose statistics in training are those of the batches of all ranks of `comm`. Made by `convert_sync_batchnorm`.
 
     Input: (N, C, ...), with the same C and dtype on all ranks. N and the sizes behind C may differ between ranks; N may be 0. In
-    training each forward and each backward is collective; in evaluation the layer is torch's own. Second derivatives are refused, as by
-    torch's SyncBatchNorm. ValueError on all ranks if they have at most one value of a channel together, or at the first forward another
-    C or dtype; ValueError for another shape.
+    training each forward and each backward is collective; in evaluation the layer is torch's own, which without running statistics
+    takes those of this rank's batch. Second derivatives are refused, as by torch's SyncBatchNorm. ValueError on all ranks if they have
+    at most one value of a channel together, or at the first forward another C or dtype; ValueError for a shape that the layer refused
+    before it was converted.
 
     In a model with slices the statistics are those of one slice, and no message is sent: see sharding/slices/buffers.py.
     """
@@ -42,11 +43,13 @@ class SyncBatchNorm(_BatchNorm):
         self.affine, self.track_running_stats = like.affine, like.track_running_stats
         self._parameters, self._buffers = like._parameters, like._buffers
         self.training = like.training
+        self._check_like = type(like)._check_input_dim
         self.comm: Communicator | None = comm
         """The ranks whose batches are one; None: this rank's batch, a slice, is one."""
         self._is_compared = False
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
+        self._check_like(self, input)
         if input.dim() < 2 or input.size(1) != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm: expected an input of shape (N, {self.num_features}, ...), got {tuple(input.shape)}"

@@ -164,7 +164,8 @@ def encode_meta(meta: Mapping[str, Any]) -> str:
                 check(item, f"{where}[{i}]", depth + 1)
         elif not (value is None or isinstance(value, str | int | float)):
             raise TypeError(
-                f"{where} is a {type(value).__name__}; expected str, int, float, bool, None, or lists and dicts of them"
+                f"{where} is a {type(value).__name__}; expected str, int, float, bool, None, or lists and dicts of them: convert a "
+                "number of NumPy or torch by .item(), an array by .tolist(), or save it in tensors="
             )
 
     if not isinstance(meta, Mapping):

@@ -154,6 +154,22 @@ def standing(thread: int, depth: int = 3) -> str:
     return ", from ".join(places) or "no Python code"
 
 
+_SHOWN_OF_ERROR = 200  # characters
+
+
+def handling(thread: int) -> str:
+    """The exception that the thread of that ident handles, as in a `finally` that waits, as ", while it handles ..."; "" if none.
+
+    Nothing else would show it if the job ends in this wait.
+    """
+    error: Any = sys._current_exceptions().get(thread)
+    error = error[1] if isinstance(error, tuple) else error  # of Python 3.11
+    if error is None:
+        return ""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return f", while it handles {text if len(text) <= _SHOWN_OF_ERROR else f'{text[:_SHOWN_OF_ERROR]} ...'}"
+
+
 def main_thread() -> int:
     """The ident of this process's main thread."""
     return threading.main_thread().ident or 0

@@ -59,13 +59,14 @@ _LIBRARIES = ("transformers", "peft")
 
 def _register(module: nn.Module, name: str, method: Callable[..., Any], *, no_grad: bool = False) -> None:
     around = around_of(module)
+    entry: nn.Module | None = module
     owners: list[ShardedModule]
     if isinstance(module, ShardedModule):
         owners = [module]
     elif isinstance(around, ShardedModule):
         owners = [around]
     else:
-        owners = list(outermost(module))
+        entry, owners = None, list(outermost(module))
     if not owners or getattr(method, "is_registered", False):
         return
     if name == "forward" and isinstance(module, ShardedModule):
@@ -80,7 +81,7 @@ def _register(module: nn.Module, name: str, method: Callable[..., Any], *, no_gr
     def registered(*args: Any, **kwargs: Any) -> Any:
         call = method
         for owner in reversed(owners):
-            call = functools.partial(_run, owner, call)
+            call = functools.partial(_run, owner, entry or owner, call)
         with torch.no_grad() if no_grad else nullcontext():
             return call(*args, **kwargs)
 
@@ -88,5 +89,5 @@ def _register(module: nn.Module, name: str, method: Callable[..., Any], *, no_gr
     setattr(module, name, registered)
 
 
-def _run(owner: ShardedModule, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return call_module(owner, method, args, kwargs, is_entry=True)
+def _run(owner: ShardedModule, entry: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return call_module(owner, method, args, kwargs, entry=entry)

@@ -44,7 +44,7 @@ class ShardedModule(nn.Module):
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with full parameters in place."""
-        return call_module(self, super().__call__, args, kwargs, is_entry=self._is_entry)
+        return call_module(self, super().__call__, args, kwargs, entry=self if self._is_entry else None)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters: the shards, except within a forward or a backward."""
@@ -251,16 +251,24 @@ def step_of(module: ShardedModule) -> TrainingStep:
 
 @not_compiled
 def call_module(
-    module: ShardedModule, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_entry: bool
+    module: ShardedModule,
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    entry: nn.Module | None,
 ) -> Any:
-    """Call a method of a sharded module with full parameters in place. `is_entry`: also outside of the root's forward."""
+    """Call a method with the full parameters of a sharded module in place.
+
+    `entry`: the module, or the part of it, whose method it is, if it may be called outside of the root's forward.
+    """
     if module._unit.state is UnitState.COPIED:
         return method(*args, **kwargs)
     compiler = set_compiler(None)  # it would trace the code around the module's forward
     try:
-        step = module._step or _first_step(module, is_entry=is_entry)
+        step = module._step or _first_step(module, is_entry=entry is not None)
         its = method if compiler is None else partial(_compiled, compiler, method)
-        return step.forward(module._unit, its, args, kwargs, is_entry=is_entry)
+        return step.forward(module._unit, its, args, kwargs, entry=entry)
     finally:
         if compiler is not None:
             set_compiler(compiler)
@@ -305,4 +313,4 @@ def _call_outside(
     is_entry = module in owner._unit.guards.entries
     if module is not owner and not is_entry:
         raise outside(module, is_in_forward=owner._step is not None and owner._step.phase is not Phase.IDLE)
-    return call_module(owner, forward, args, kwargs, is_entry=is_entry)
+    return call_module(owner, forward, args, kwargs, entry=module if is_entry else None)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from mpitrain.agreement import digest
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.setup.readiness import some
 from mpitrain.sharding.unit.flat import FlatParameters
@@ -106,8 +107,7 @@ def check_unwritten(ended: Ended) -> None:
 def copies_to_write(parts: Sequence[ShardedModule]) -> Iterator[None]:
     """In the block the modules show copies of their full parameters. At the end each rank writes its rows back. Collective.
 
-    RuntimeError on all ranks, and no write, if the block has failed on some rank, or if some ranks have not written to a parameter that
-    others have written to.
+    RuntimeError on all ranks, and no write, if the block has failed on some rank, or if ranks have not made the same writes.
     """
     for step in {part._step for part in parts if part._step is not None}:
         step.settle()
@@ -139,6 +139,12 @@ def copies_to_write(parts: Sequence[ShardedModule]) -> Iterator[None]:
                 "was written; let all ranks make the same writes"
             )
     is_apart = any(diloco.is_apart for part in parts if (diloco := diloco_of(root_of(part))) is not None)
+    for comm, end in zip(block.models, ended, strict=True):
+        if names := _different(comm, end.written, is_apart=is_apart):
+            raise RuntimeError(
+                f"unshard: the ranks have written different values to {some(names)}. Each rank would write only its own rows back, so "
+                "nothing was written; let one rank make the values and broadcast them (comm.broadcast), or use the same seed on all"
+            )
     for its, end in zip(block.models.values(), ended, strict=True):
         _write_back(its, end, is_apart=is_apart)
 
@@ -148,6 +154,19 @@ def _refuse_gradient(copy: nn.Parameter) -> NoReturn:
         "a backward inside `with mpitrain.unshard(model, write=True)`: its gradients would be lost with the copies; run it outside of "
         "the block, or inside `with mpitrain.unshard(model)`"
     )
+
+
+def _different(comm: Communicator, written: Sequence[_Member], *, is_apart: bool) -> list[str]:
+    """The names of the written parameters whose copies differ between ranks that hold the same parameter. Collective over `comm`."""
+    groups: dict[Communicator, list[_Member]] = {}
+    for each in written:
+        ranks = each.param.ranks
+        groups.setdefault(ranks.within if is_apart else ranks.data_parallel, []).append(each)
+    found: set[str] = set()
+    for group, its in groups.items():
+        of_ranks = group.all_gather_object([digest(each.shown) for each in its])
+        found |= {each.param.name for each, *theirs in zip(its, *of_ranks, strict=True) if len(set(theirs)) > 1}
+    return sorted(set().union(*comm.all_gather_object(found))) if written else []
 
 
 @torch.no_grad()

@@ -2,18 +2,18 @@
 
 Each rank has its own values until a call of `sync_buffers`. All buffers of a file are of one rank, because the mean of one rank and the
 variance of another fit no data. It is the first rank that has these stages of the model: its data rank, and its rank of tensor
-parallelism, are 0 (`targets.is_first_holder`).
+parallelism, are 0 (`targets.is_first_holder`). Ignored parameters are saved and exported in the same way.
 """
 
 import warnings
 from collections.abc import Mapping
 
 import torch
-import xxhash
 from torch import nn
 
 from ckpt.convert.formats.safetensors import some
 from collectives import Communicator
+from mpitrain.agreement import digest
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -24,30 +24,27 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def warn_of_differences(
-    buffers: Mapping[str, torch.Tensor], comm: Communicator | None, doing: str, *, stacklevel: int
+    tensors: Mapping[str, torch.Tensor], comm: Communicator | None, doing: str, *, stacklevel: int
 ) -> None:
-    """In checked mode name the buffers that differ between ranks, by a RuntimeWarning on rank 0, and then collective over `comm`.
+    """In checked mode name the buffers and ignored parameters that differ between ranks, by a RuntimeWarning on rank 0.
+
+    Then it is collective over `comm`.
 
     `stacklevel`: of the line that the warning shows.
     """
     if comm is None or comm.size == 1 or not comm.checked:
         return
-    digests = {name: _digest(buffer) for name, buffer in buffers.items() if not buffer.is_meta}
+    digests = {name: digest(tensor) for name, tensor in tensors.items() if not tensor.is_meta}
     of_ranks: dict[str, set[str]] = {}
     for theirs in comm.all_gather_object(digests):
-        for name, digest in theirs.items():
-            of_ranks.setdefault(name, set()).add(digest)
+        for name, its in theirs.items():
+            of_ranks.setdefault(name, set()).add(its)
     different = [name for name, found in of_ranks.items() if len(found) > 1]
     with comm.together(doing):  # a program may make errors of warnings
         if comm.rank == 0 and different:
             warnings.warn(
-                f"{doing}: buffers differ between the ranks: {some(different)}; those of data rank 0 are taken. "
-                "mpitrain.sync_buffers(model) makes them the same",
+                f"{doing}: buffers or ignored parameters differ between the ranks: {some(different)}; those of data rank 0 are taken. "
+                "mpitrain.sync_buffers(model) makes buffers the same, comm.broadcast a parameter",
                 RuntimeWarning,
                 stacklevel=stacklevel,
             )
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return xxhash.xxh3_128_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)

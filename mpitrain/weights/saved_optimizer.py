@@ -198,9 +198,17 @@ def _check_whole(optimizer: torch.optim.Optimizer) -> None:
 
 
 def names_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[nn.Parameter, str]:
-    """The names, in the model, of the optimizer's parameters, if there is one. ValueError for one that the model does not have."""
+    """The names, in the model, of the optimizer's parameters, if there is one.
+
+    ValueError for one that the model does not have, TypeError for several optimizers.
+    """
     if optimizer is None:
         return {}
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; expected one torch.optim.Optimizer, which may have several groups; "
+            "with several optimizers write one checkpoint for each, of the part of the model that it trains"
+        )
     names = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:

@@ -29,6 +29,7 @@ from mpitrain.parts import stages_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory
+from mpitrain.sharding.unit.marks import is_ignored
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.weights.buffers import warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
@@ -95,9 +96,9 @@ def save(
 ) -> None:
     """Write a checkpoint of a model, its optimizer and an average of its weights. Collective over the ranks of a sharded model.
 
-    Buffers, such as BatchNorm's statistics, are those of data rank 0: `sync_buffers` makes them the same. The state of
-    `compress_gradients` and of `DiLoCo` belongs to the model. In local steps the model's tensors are the outer parameters:
-    see by_copy.py.
+    Buffers, such as BatchNorm's statistics, are those of data rank 0: `sync_buffers` makes them the same. So are ignored parameters,
+    with their state in the optimizer. The state of `compress_gradients` and of `DiLoCo` belongs to the model. In local steps the
+    model's tensors are the outer parameters: see by_copy.py.
 
     `comm`: for a model that is not sharded, the ranks that all hold this model and make this call; None: only this process saves.
     `meta`: a JSON-like dict of the user. `tensors`: further tensors in the form of `ckpt.save`. The options (`files`, `driver`,
@@ -131,10 +132,9 @@ def collect(
     for kind in _kinds(model, optimizer, names_of(model, optimizer), ema, stages, chosen):
         described |= kind.meta()  # first: it raises errors on all ranks
         everything |= kind.tensors() if chosen is None else chosen.of(kind.tensors())
-    params = {f"model/{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
-    of_first = {name: value for name, value in everything.items() if name.startswith("model/") and name not in params}
-    buffers = {name.removeprefix("model/"): value for name, value in of_first.items()}
-    warn_of_differences(buffers, comm, "mpitrain.save", stacklevel=4)
+    of_first = _of_first_holder(model, everything)
+    of_model = {path.removeprefix("model/"): value for path, value in of_first.items() if path.startswith("model/")}
+    warn_of_differences(of_model, comm, "mpitrain.save", stacklevel=4)
     everything = dict(tensors or {}) | everything
     if stages is not None and comm is not None and stages.size > 1:
         everything = with_other_stages(everything, stages, comm, of_first=of_first)
@@ -252,6 +252,17 @@ def _kinds(
     if (compression := compression_of(model)) is not None:
         kinds.append(SavedCompression(compression, stages, read, of_part))
     return kinds
+
+
+def _of_first_holder(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that ranks hold whole, and that nothing keeps the same on them: buffers, and what belongs to ignored parameters."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+
+    def is_own(path: str) -> bool:
+        kind, *_, name = path.split("/", 2 if path.startswith("optimizer/") else 1)
+        return is_ignored(params[name]) if name in params else kind == "model"
+
+    return {path: value for path, value in tensors.items() if isinstance(value, torch.Tensor) and is_own(path)}
 
 
 def _with_names_of_all_stages(wanted: Mapping[str, Any], stages: Communicator | None) -> dict[str, Any]:

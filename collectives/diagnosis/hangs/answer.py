@@ -56,7 +56,7 @@ def state(rank: int, ended: str) -> State:
             issued.setdefault(each.log.key, []).append(each.sequence)
     return State(
         waiting=[waiting(each, rank) for each in now],
-        standing=stacks.standing(main),
+        standing=stacks.standing(main) + stacks.handling(main),
         doing=stacks.doing(main),
         device="" if device is None else device.what,
         device_age=0.0 if device is None else time.monotonic() - device.since,
@@ -82,7 +82,7 @@ def waiting(operation: record.Operation, rank: int) -> Waiting:
         call=operation.call,
         algorithm=operation.algorithm,
         age=time.monotonic() - operation.begun,
-        site=stacks.call_site(operation.thread),
+        site=stacks.call_site(operation.thread) + stacks.handling(operation.thread),
         doing=stacks.doing(operation.thread),
         thread=operation.thread,
         dispensable=_ends_with_main(operation.thread),

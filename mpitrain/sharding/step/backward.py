@@ -40,14 +40,15 @@ class Backwards(StepState):
         return bool(self._passing) or self.reducer.has_missed
 
     def follow(self, route: Route) -> None:
-        """Called before a backward that takes this route. RuntimeError if the shards were written since the forward."""
-        writes = count_writes(self._shards)
-        if self.phase is not Phase.BACKWARD and any(call.writes != writes for call in route.calls):
-            self._fence.forget()
-            raise RuntimeError(
-                "parameters were written between a forward and its backward (by an optimizer, an EMA, a load), so the gradients would "
-                "fit neither the old nor the new values; run the backward first, or the forward again"
-            )
+        """Called before a backward that takes this route. RuntimeError if shards that it uses were written since the forward."""
+        if self.phase is not Phase.BACKWARD:
+            self._notice_writes()
+            if any(map(self._is_outdated, route.calls)):
+                self._fence.forget()
+                raise RuntimeError(
+                    "parameters were written between a forward and its backward (by an optimizer, an EMA, a load), so the gradients "
+                    "would fit neither the old nor the new values; run the backward first, or the forward again"
+                )
         route.watch(self._enter, self._complete)
         self._routes.append(route)
         if self.phase is Phase.BACKWARD and route.expected is not None:

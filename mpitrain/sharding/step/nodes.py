@@ -11,6 +11,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from torch import nn
+
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.unit import Unit
 from mpitrain.torch_internals import node_number, nodes_made
@@ -36,12 +38,16 @@ _MOST = 100_000
 
 
 class Call:
-    """A call, which runs in a `with` statement, and the nodes that it has made. `writes`: the count of writes to the shards."""
+    """A call, which runs in a `with` statement, and the nodes that it has made.
 
-    __slots__ = ("_model", "_unit", "around", "end", "first", "has_inner", "writes")
+    `writes`: the count of writes to the shards. `entry`: the part of the unit's module that was called, if not the whole.
+    """
 
-    def __init__(self, model: Model, unit: Unit, writes: int) -> None:
+    __slots__ = ("_entry", "_model", "_unit", "around", "end", "first", "has_inner", "writes")
+
+    def __init__(self, model: Model, unit: Unit, writes: int, entry: nn.Module | None) -> None:
         self._model, self._unit, self.writes = weakref.ref(model), weakref.ref(unit), writes
+        self._entry = None if entry is None else weakref.ref(entry)
         self.first, self.end = 0, 0
         self.around: Call | None = None
         self.has_inner = False
@@ -55,6 +61,11 @@ class Call:
     def unit(self) -> Unit | None:
         """The unit of the module; None if it is gone."""
         return self._unit()
+
+    @property
+    def entry(self) -> nn.Module | None:
+        """The part of the unit's module that was called; None for the whole, and if it is gone."""
+        return None if self._entry is None else self._entry()
 
     def __enter__(self) -> None:
         mine = _mine()
@@ -135,14 +146,14 @@ def finder() -> Callable[[Any, Call | None], Call | None]:
     return find
 
 
-def forget_calls(model: Model, writes: int) -> None:
-    """Forget the calls of a model that began with another count of writes, and those of models that are gone."""
+def forget_calls(model: Model, *, before: int) -> None:
+    """Forget the calls of a model that began with a lower count of writes, and those of models that are gone."""
     for calls in _with_calls:
         calls.keep(
             [
                 each
                 for each in calls.calls
-                if (of := each.model) is not None and (of is not model or each.writes == writes)
+                if (of := each.model) is not None and (of is not model or each.writes >= before)
             ]
         )
     _with_calls[:] = [calls for calls in _with_calls if calls.calls]

@@ -67,6 +67,9 @@ class SameInputs:
         for leaf in _leaves(inputs):
             if not isinstance(leaf, torch.Tensor):
                 self._described.append(repr(leaf))
+                if " at 0x" in self._described[-1]:  # an object that does not show what it has, such as a generator
+                    self._has_tensors = False
+                    return
                 continue
             if (memory := _memory_of(leaf)) is None:
                 self._has_tensors = False
@@ -146,7 +149,10 @@ _DEEPEST = 3  # objects within objects
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The tensors, numbers and texts in the arguments of a forward, also in mappings, dataclasses and other objects."""
+    """The tensors, numbers and texts in the arguments of a forward, also in mappings, dataclasses and other objects.
+
+    An object that cannot be looked into is yielded itself.
+    """
     left, seen = [(value, 0)], set[int]()
     while left:
         value, depth = left.pop()
@@ -160,10 +166,16 @@ def _leaves(value: Any) -> Iterator[Any]:
                 left += [(each, depth) for pair in value.items() for each in pair]
             elif isinstance(value, list | tuple):
                 left += [(each, depth) for each in value]
+            elif isinstance(value, set | frozenset):
+                left += [(each, depth) for each in sorted(value, key=repr)]
             elif is_dataclass(value):
                 left += [(getattr(value, field.name, None), depth) for field in fields(value)]
-            elif depth < _DEEPEST:
-                left += [(each, depth + 1) for each in getattr(value, "__dict__", {}).values()]
+            elif isinstance(value, torch.Generator):
+                yield value.get_state()
+            elif depth < _DEEPEST and hasattr(value, "__dict__"):
+                left += [(each, depth + 1) for each in vars(value).values()]
+            else:
+                yield value
 
 
 @torch.no_grad()

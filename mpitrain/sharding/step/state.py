@@ -14,7 +14,7 @@ from mpitrain.parts import stage_of
 from mpitrain.sharding.slices.buffers import SliceBuffers
 from mpitrain.sharding.step.fences import Fence
 from mpitrain.sharding.step.gather_order import Gathers
-from mpitrain.sharding.step.nodes import Place
+from mpitrain.sharding.step.nodes import Call, Place, forget_calls
 from mpitrain.sharding.step.prefetch import Prefetch
 from mpitrain.sharding.step.reducer import Reducer
 from mpitrain.sharding.step.reruns import Reruns
@@ -23,7 +23,9 @@ from mpitrain.sharding.step.same_inputs import SameInputs
 from mpitrain.sharding.step.tree import Tree
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
+from mpitrain.sharding.unit.registry import unit_of
 from mpitrain.sharding.unit.unit import Unit, UnitState
+from mpitrain.torch_internals import count_writes, outdate
 
 
 class Phase(Enum):
@@ -70,8 +72,12 @@ class StepState:
         """Where the gradient of a full parameter belongs, by the `id` of the parameter."""
         self._routes: list[Route] = []  # of the backward under way, and of backwards within it
         self._reruns = Reruns()
-        self._writes: int | None = None  # the count of writes to the shards at the last forward
+        self._writes = -1  # the count of writes to the shards when they were noticed last
         self._writes_of: dict[ShardedParameter, int] = {}  # the same of each parameter
+        self._written: dict[
+            ShardedParameter, int
+        ] = {}  # the count of all writes when one to this parameter was noticed
+        self._used: dict[nn.Module, frozenset[ShardedParameter]] = {}  # parameters by the modules that may use them
         self._lasting = [unit for unit in units if unit.lasts]
         self._passing = [unit for unit in units if not unit.lasts]
         self._compares = bool(self._passing) and ranks.shard.size > 1
@@ -104,6 +110,40 @@ class StepState:
             yield
         finally:
             self.comm_s += time.perf_counter() - start
+
+    def _module_of(self, unit: Unit) -> nn.Module:
+        return next(module for module in self._tree.module.modules() if unit_of(module) is unit)
+
+    def _notice_writes(self) -> None:
+        """After writes to shards, let autograd refuse each earlier forward's backward that has saved these parameters."""
+        writes = count_writes(self._shards)
+        if writes == self._writes:
+            return
+        of_params = {param: count_writes([param.shard]) for unit in self.units for param in unit.params}
+        if self._writes_of:
+            written = [param for param, count in of_params.items() if count != self._writes_of[param]]
+            outdate([param.full for param in written])
+            self._written |= dict.fromkeys(written, writes)
+            # The calls of one write before are kept, for parts that are trained in turns: a step of one comes before the backward of
+            # the other one.
+            forget_calls(self, before=self._writes)
+        self._writes, self._writes_of = writes, of_params
+
+    def _is_outdated(self, call: Call) -> bool:
+        """Whether a parameter that the module of a call may have used was written since."""
+        unit = call.unit
+        if call.writes == self._writes or unit is None:
+            return False
+        called = call.entry or self._module_of(unit)
+        if called not in self._used:
+            inside = set(called.modules())
+            self._used[called] = frozenset(
+                param
+                for each in self.units
+                for param in each.params
+                if any(module in inside for module, _ in param.users)
+            )
+        return any(self._written.get(param, 0) > call.writes for param in self._used[called])
 
     def _unshard(self, unit: Unit) -> None:
         """Fill the full parameters of a unit and show them. Collective unless they are already full."""

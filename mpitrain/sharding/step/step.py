@@ -37,18 +37,13 @@ from torch import nn
 from mpitrain.models.draws import seeded_at_places
 from mpitrain.sharding.step.arguments import aligned, cast, tensors_in
 from mpitrain.sharding.step.backward import Backwards
-from mpitrain.sharding.step.nodes import Call, forget_calls
+from mpitrain.sharding.step.nodes import Call
 from mpitrain.sharding.step.reach import check_error, check_graph, outside
 from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase
 from mpitrain.sharding.unit.ranks import DataParallelRanks
-from mpitrain.sharding.unit.registry import unit_of
 from mpitrain.sharding.unit.unit import Unit, UnitState
-from mpitrain.torch_internals import (
-    count_writes,
-    in_backward,
-    outdate,
-)
+from mpitrain.torch_internals import in_backward
 
 
 class TrainingStep(Backwards):
@@ -68,11 +63,12 @@ class TrainingStep(Backwards):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        is_entry: bool = False,
+        entry: nn.Module | None = None,
     ) -> Any:
         """Run a module's own forward, `call`, or another method of it, with the full parameters of its unit in place.
 
-        `is_entry`: by `register_forward_method` the call may be the outermost one, although the module is not.
+        `entry`: by `register_forward_method` the call may be the outermost one, although the module is not. It is one of this module,
+        or of a part of the unit's module.
         """
         if in_backward():
             # Activation checkpointing computes a forward again, and the backward that follows needs the parameters.
@@ -81,7 +77,7 @@ class TrainingStep(Backwards):
                 self.reducer.expect_all(unit)
             return self._run(unit, call, args, kwargs)
         is_root, with_grad = self.phase is not Phase.FORWARD, torch.is_grad_enabled()
-        if is_root and unit is not self.units[0] and not is_entry:
+        if is_root and unit is not self.units[0] and entry is None:
             if self.phase is Phase.BACKWARD:
                 self.reset()  # an exception has ended it
             if unit.state is not UnitState.UNSHARDED:  # `ShardedModule.unshard`
@@ -104,7 +100,7 @@ class TrainingStep(Backwards):
             if is_root and unit.slices is not None:
                 args, kwargs = aligned((args, kwargs))
             with seeded_at_places() if slice_buffers is not None else nullcontext():
-                output = self._run(unit, call, args, kwargs, is_outermost=is_outermost)
+                output = self._run(unit, call, args, kwargs, is_outermost=is_outermost, entry=entry)
             if slice_buffers is not None:
                 slice_buffers.end_forward()
             if not unit.lasts:
@@ -131,14 +127,20 @@ class TrainingStep(Backwards):
             self.close(before_backward=with_grad)
         return output
 
-    def _module_of(self, unit: Unit) -> nn.Module:
-        return next(module for module in self._tree.module.modules() if unit_of(module) is unit)
-
-    def _run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any, *, is_outermost: bool = False) -> Any:
+    def _run(
+        self,
+        unit: Unit,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        is_outermost: bool = False,
+        entry: nn.Module | None = None,
+    ) -> Any:
         """Unshard a unit, and run its module's own forward with the dtypes of the policy."""
         self._unshard(unit)
         is_recorded = torch.is_grad_enabled() and (is_outermost or not unit.lasts)
-        with Call(self, unit, self._writes or 0) if is_recorded else nullcontext():
+        with Call(self, unit, self._writes, entry) if is_recorded else nullcontext():
             policy = unit.policy
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = cast((args, kwargs), policy.param_dtype)
@@ -176,16 +178,6 @@ class TrainingStep(Backwards):
                 self._unshard(unit)
         with self._communicating():
             self._prefetch.begin("forward")
-
-    def _notice_writes(self) -> None:
-        """After writes to the shards, let autograd refuse the backward of each earlier forward, whose values are gone."""
-        writes = count_writes(self._shards)
-        if writes != self._writes:
-            if self._writes is not None:
-                outdate([param.full for unit in self.units for param in unit.params])
-                forget_calls(self, writes)
-            self._writes = writes
-            self._writes_of = {param: count_writes([param.shard]) for unit in self.units for param in unit.params}
 
     def _agree(self) -> bool:
         """Let the reducer find thawed parameters. Returns whether its message replaces the fence, because the same ranks took part."""

@@ -78,6 +78,24 @@ def test_all_buffers_are_those_of_rank_0(comm: Communicator, shared_tmp: Path, w
         np.testing.assert_array_equal(model.get_buffer(name).numpy(), value, name)
 
 
+@pytest.mark.ranks(2)
+def test_ignored_parameters_are_those_of_rank_0(comm: Communicator, shared_tmp: Path) -> None:
+    """Nothing keeps them the same on the ranks, nor their state in the optimizer."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 40))
+    mpitrain.fully_shard(model, comm, ignored_params=[model[1].weight])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(comm.rank)
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    ignored = {key: value.tolist() for key, value in optimizer.state[model[1].weight].items() if key != "step"}
+    expected = comm.all_gather_object({"1.weight": model[1].weight.tolist(), **ignored})[0]
+    found = saved_everywhere(model, shared_tmp, comm, optimizer=optimizer)
+    if comm.rank == 0:
+        assert [np.asarray(each["1.weight"]).tolist() for each in found] == [expected["1.weight"]] * 4
+        opened = ckpt.open(shared_tmp / "c")
+        assert all(opened[f"optimizer/{key}/1.weight"][...].tolist() == expected[key] for key in ignored)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "axes", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"tp": 2, "dp_shard": 2}]
@@ -112,7 +130,8 @@ def test_checked_mode_names_what_differs(comm: Communicator, shared_tmp: Path) -
     model = mpitrain.fully_shard(normed(), checked)
     torch.manual_seed(comm.rank)
     model(torch.randn(8, 4))
-    line = r"buffers differ between the ranks: 1.running_mean, 1.running_var, 3.running_mean and 1 more; those of data rank 0"
+    names = "1.running_mean, 1.running_var, 3.running_mean and 1 more"
+    line = f"buffers or ignored parameters differ between the ranks: {names}; those of data rank 0"
     calls = (
         lambda: mpitrain.save(shared_tmp / "c", model),
         lambda: mpitrain.full_state_dict(model),

@@ -157,6 +157,11 @@ def _one_rank(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> 
         nn.init.zeros_(model.head.bias)
 
 
+def _differently(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    nn.init.constant_(model.head.bias, rank)
+    nn.init.zeros_(model.stem.weight)
+
+
 def _failed(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     nn.init.zeros_(model.head.bias)
     if rank == 1:
@@ -183,6 +188,7 @@ def _nested(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> No
         (_replaced, "parameter head.bias was replaced"),
         (_stepped, "shards were written"),
         (_one_rank, "only some ranks have written to some of head.bias"),
+        (_differently, r"have written different values to head\.bias\. Each"),
         (_failed, "a mistake of the program|on rank 1: the block ended with ValueError"),
         (_trained, "a backward inside"),
         (_saved, "within unshard"),

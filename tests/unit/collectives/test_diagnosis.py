@@ -327,6 +327,18 @@ def test_where_a_thread_stands() -> None:
     assert stacks.call_site(-1) == "" == stacks.stack(-1)
 
 
+def test_the_exception_that_a_wait_in_a_finally_hides() -> None:
+    here, found = threading.get_ident(), []
+    with pytest.raises(ValueError, match="a loss"):  # noqa: PT012
+        try:
+            raise ValueError("a loss\nof NaN" + "." * 300)
+        finally:
+            with ThreadPoolExecutor(1) as other:
+                found.append(other.submit(stacks.handling, here).result())
+    assert found[0].startswith(", while it handles ValueError: a loss of NaN...") and found[0].endswith(" ...")
+    assert len(found[0]) < 250 and stacks.handling(here) == "" == stacks.handling(-1)
+
+
 @pytest.mark.parametrize(
     ("file", "is_library"),
     [
