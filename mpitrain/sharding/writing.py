@@ -140,10 +140,10 @@ def copies_to_write(parts: Sequence[ShardedModule]) -> Iterator[None]:
             )
     is_apart = any(diloco.is_apart for part in parts if (diloco := diloco_of(root_of(part))) is not None)
     for comm, end in zip(block.models, ended, strict=True):
-        if names := _different(comm, end.written, is_apart=is_apart):
+        if different := _different(comm, end.written, is_apart=is_apart):
             raise RuntimeError(
-                f"unshard: the ranks have written different values to {some(names)}. Each rank would write only its own rows back, so "
-                "nothing was written; let one rank make the values and broadcast them (comm.broadcast), or use the same seed on all"
+                f"unshard: the ranks have written different values to {some(different)}. Each rank would write only its own rows back, "
+                "so nothing was written; let one rank make the values and broadcast them (comm.broadcast), or use one seed on all"
             )
     for its, end in zip(block.models.values(), ended, strict=True):
         _write_back(its, end, is_apart=is_apart)
