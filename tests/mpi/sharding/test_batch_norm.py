@@ -219,6 +219,13 @@ def test_wrong_use(comm: Communicator) -> None:
         ):
             layer(torch.zeros(2, 3 + comm.rank))
 
+    of_images = mpitrain.convert_sync_batchnorm(nn.BatchNorm2d(3), comm)
+    with pytest.raises(ValueError, match=r"expected 4D input|ranks got an input of another"):
+        of_images(torch.zeros(2, 3))  # as the layer before
+    for mode in (of_images.train, of_images.eval):
+        mode()
+        of_images(torch.zeros(2, 3, 1, 1))
+
     class WithActivation(nn.BatchNorm1d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).relu()

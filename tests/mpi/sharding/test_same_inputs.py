@@ -106,6 +106,11 @@ def test_ways(comm: Communicator, way: str) -> None:
 def test_inputs_without_a_tensor_or_with_other_numbers(comm: Communicator) -> None:
     for inputs in ((), (3, "text", None), (torch.empty(0, 4),), (torch.eye(2).to_sparse(),), (np.ones(3),)):
         assert said(shard(Takes(), comm), *inputs) == []
+    for other in ({1}, torch.Generator().manual_seed(0), range(2)):
+        assert said(shard(Takes(), comm), torch.ones(2), other) != []
+    made = torch.Generator().manual_seed(comm.rank)
+    for other in ({comm.rank}, frozenset({comm.rank}), made, range(comm.rank), (i for i in range(2)), object()):
+        assert said(shard(Takes(), comm), torch.ones(2), other) == []
     for other in (comm.rank, f"task {comm.rank}", np.full(2, comm.rank)):
         assert said(shard(Takes(), comm), torch.ones(2), other) == []
 

@@ -125,6 +125,17 @@ class Odd(optim.SGD):
         return {**super().state_dict(), "seed": 3}
 
 
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    model = model_of()
+    several = [optim.Adam(part.parameters()) for part in (model[0], model[2])]
+    for call in (mpitrain.save, mpitrain.load):
+        with pytest.raises(TypeError, match=r"optimizer is a list; expected one torch\.optim\.Optimizer"):
+            call(tmp_path / "c", model, several)
+    for number, optimizer in enumerate(several):  # as the error says
+        mpitrain.save(tmp_path / f"{number}", model[2 * number], optimizer)
+        mpitrain.load(tmp_path / f"{number}", model[2 * number], optimizer)
+
+
 def test_what_cannot_be_kept_is_an_error_of_the_save(tmp_path: Path) -> None:
     model = model_of()
     for key, value, error in (
