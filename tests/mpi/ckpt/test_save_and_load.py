@@ -399,6 +399,7 @@ def test_a_name_that_one_rank_misses_is_an_error_on_all(comm, shared_tmp):
     assert all((array == 1).all() for array in wanted.values())
 
 
+@pytest.mark.ranks(2)
 def test_a_load_waits_for_the_save_in_the_background(comm, shared_tmp):
     """Of the same ranks, of others, and of one rank alone."""
 
@@ -409,7 +410,7 @@ def test_a_load_waits_for_the_save_in_the_background(comm, shared_tmp):
         ckpt.save(shared_tmp / name, held(value), comm=comm, background=True, **options)
 
     def slowly():
-        time.sleep(0.1)
+        time.sleep(0.03)
 
     def fails():
         slowly()

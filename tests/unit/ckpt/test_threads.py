@@ -92,11 +92,11 @@ def loaded(path):
 
 
 def slowly():
-    time.sleep(0.1)
+    time.sleep(0.03)
 
 
 def fails():
-    time.sleep(0.1)
+    time.sleep(0.03)
     raise OSError("the folder is lost")
 
 
