@@ -1,4 +1,4 @@
-"""Real models, sharded, against copies of them in plain torch that see the whole batch: ten steps of AdamW with clipped gradients.
+"""Real models, sharded, against copies of them in plain torch that see the whole batch: steps of AdamW with clipped gradients.
 
 Losses, gradients and their norms are compared at each step, parameters and buffers at the end. Tolerances: fp32 sums over other parts
 of the batch differ in rounding, a relative 1e-6 or so in a gradient's largest elements; Adam then divides by the root of a mean square,
@@ -7,6 +7,7 @@ which makes of a rounding in a gradient near zero a step of up to `lr`, and ten 
 
 import pytest
 import torch
+from extent import extent
 from parity_models import CASES
 from sharded_models import assert_same, mine, no_blocks, pair_of
 from torch import nn
@@ -17,7 +18,7 @@ from mpitrain.sharding import clip_grad_norm_
 
 # what is sharded first, and the way
 CUTS = [("itself", "stage 3"), ("itself", "stage 3, private"), ("itself", "stage 0"), ("blocks", "stage 3, private")]
-STEPS = 10
+STEPS = extent(5, 10)
 
 # the model, what is sharded first, the way, reshard_after_forward
 CELLS = [
@@ -32,7 +33,9 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("name", "by", "way", "reshard_after_forward"), CELLS)
-def test_ten_steps(comm: Communicator, name: str, by: str, way: str, reshard_after_forward: bool) -> None:
+def test_steps_beside_plain_torch(
+    comm: Communicator, name: str, by: str, way: str, reshard_after_forward: bool
+) -> None:
     case = CASES[name]
     losses, grads = ({"rtol": rtol, "atol": atol} for rtol, atol in (case.losses, case.grads))
     blocks = case.blocks if by == "blocks" else no_blocks

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from extent import extent
 from ways import spread
 
 import mpitrain
@@ -13,7 +14,7 @@ from mpitrain.parts import part_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-LENGTH, VOCAB = 24, 101
+LENGTH, VOCAB, STEPS = 24, 101, extent(5, 10)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
     "num_key_value_heads": 12, "max_position_embeddings": LENGTH, "attention_dropout": 0.0,
@@ -74,7 +75,7 @@ def made(name: str) -> Any:
     return MODELS[name]().train()
 
 
-def losses(model: Any, data: Communicator | None, steps: int = 10) -> tuple[list[float], list[float]]:
+def losses(model: Any, data: Communicator | None, steps: int = STEPS) -> tuple[list[float], list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
     generator = torch.Generator().manual_seed(0)
     found: tuple[list[float], list[float]] = [], []
@@ -96,7 +97,7 @@ def losses(model: Any, data: Communicator | None, steps: int = 10) -> tuple[list
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize(("name", "sequence"), spread(MODELS, [False, True], all_on_2=False))
-def test_ten_steps(comm: Communicator, name: str, sequence: bool) -> None:
+def test_steps_beside_the_plain_model(comm: Communicator, name: str, sequence: bool) -> None:
     reference = made(name)
     if comm.size == 3 and getattr(reference.config, "num_key_value_heads", 3) == 2:
         pytest.skip("3 ranks cannot share 2 heads of keys")
