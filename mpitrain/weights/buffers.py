@@ -2,11 +2,12 @@
 
 Each rank has its own values until a call of `sync_buffers`. All buffers of a file are of one rank, because the mean of one rank and the
 variance of another fit no data. It is the first rank that has these stages of the model: its data rank, and its rank of tensor
-parallelism, are 0 (`targets.is_first_holder`). Ignored parameters are saved and exported in the same way.
+parallelism, are 0 (`targets.is_first_holder`). Ignored parameters, with their state in the optimizer, are saved and exported in the same way.
 """
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from ckpt.convert.formats.safetensors import some
 from collectives import Communicator
 from mpitrain.agreement import digest
+from mpitrain.sharding.unit.marks import is_ignored
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -21,6 +23,26 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     params = dict(model.named_parameters(remove_duplicate=False))
     found = model.state_dict(keep_vars=True)
     return {name: value for name, value in found.items() if name not in params and isinstance(value, torch.Tensor)}
+
+
+def as_on_first_holder(
+    model: nn.Module, tensors: Mapping[str, Any], holders: Communicator | None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The tensors of a save with the same names on all `holders`, and those whose values are of the first of them. Collective.
+
+    Each rank holds these whole, and nothing keeps them the same: buffers, and what belongs to ignored parameters. One that the first
+    holder lacks, such as the state of a parameter without a gradient, is left out; a rank that lacks one of its has no box of it.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+
+    def is_own(path: str) -> bool:
+        kind, *_, name = path.split("/", 2 if path.startswith("optimizer/") else 1)
+        return is_ignored(params[name]) if name in params else kind == "model"
+
+    mine = {path: value for path, value in tensors.items() if isinstance(value, torch.Tensor) and is_own(path)}
+    names = list(mine) if holders is None else holders.broadcast_object(list(mine))
+    found = {path: value for path, value in tensors.items() if path not in mine or path in names}
+    return found | {path: [] for path in names if path not in mine}, {path: mine[path] for path in names if path in mine}
 
 
 def warn_of_differences(

@@ -29,9 +29,8 @@ from mpitrain.parts import stages_of
 from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory
-from mpitrain.sharding.unit.marks import is_ignored
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
-from mpitrain.weights.buffers import warn_of_differences
+from mpitrain.weights.buffers import as_on_first_holder, warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.chosen import RECORD, Chosen, choose
 from mpitrain.weights.held import of_one_rank
@@ -41,7 +40,7 @@ from mpitrain.weights.saved_extra import SavedExtraState
 from mpitrain.weights.saved_model import SavedModel
 from mpitrain.weights.saved_optimizer import SavedOptimizer, names_of
 from mpitrain.weights.stages import with_other_stages
-from mpitrain.weights.targets import is_first_holder, ranks_of_model
+from mpitrain.weights.targets import holders_of, is_first_holder, ranks_of_model
 
 
 class Source(Protocol):
@@ -132,7 +131,8 @@ def collect(
     for kind in _kinds(model, optimizer, names_of(model, optimizer), ema, stages, chosen):
         described |= kind.meta()  # first: it raises errors on all ranks
         everything |= kind.tensors() if chosen is None else chosen.of(kind.tensors())
-    of_first = _of_first_holder(model, everything)
+    holders = holders_of(model, comm if stages is None else None)
+    everything, of_first = as_on_first_holder(model, everything, holders)
     of_model = {path.removeprefix("model/"): value for path, value in of_first.items() if path.startswith("model/")}
     warn_of_differences(of_model, comm, "mpitrain.save", stacklevel=4)
     everything = dict(tensors or {}) | everything
@@ -252,17 +252,6 @@ def _kinds(
     if (compression := compression_of(model)) is not None:
         kinds.append(SavedCompression(compression, stages, read, of_part))
     return kinds
-
-
-def _of_first_holder(model: nn.Module, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that ranks hold whole, and that nothing keeps the same on them: buffers, and what belongs to ignored parameters."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-
-    def is_own(path: str) -> bool:
-        kind, *_, name = path.split("/", 2 if path.startswith("optimizer/") else 1)
-        return is_ignored(params[name]) if name in params else kind == "model"
-
-    return {path: value for path, value in tensors.items() if isinstance(value, torch.Tensor) and is_own(path)}
 
 
 def _with_names_of_all_stages(wanted: Mapping[str, Any], stages: Communicator | None) -> dict[str, Any]:

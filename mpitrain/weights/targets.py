@@ -117,15 +117,18 @@ def is_copy_of(model: nn.Module, owner: ShardedParameter | None, part: Part | No
 
 
 def is_first_holder(model: nn.Module, comm: Communicator | None = None) -> bool:
-    """Whether no rank before this one has the same stages of the model: it is data rank 0, whose buffers are saved and exported.
+    """Whether this rank is the first of `holders_of`: it is data rank 0, whose buffers are saved and exported."""
+    holders = holders_of(model, comm)
+    return holders is None or holders.rank == 0
 
-    `comm`: the ranks that all hold a model that is not sharded; None: this process alone.
+
+def holders_of(model: nn.Module, comm: Communicator | None = None) -> Communicator | None:
+    """The ranks that have the same stages of the model as this rank. None: this process alone.
+
+    `comm`: the ranks that all hold a model that is not sharded, if there are several.
     """
     over = sharded_over(model)
-    if over is not None:
-        return over.all_holders.rank == 0
-    alike = tensor_ranks_of(model.parameters()) or comm
-    return alike is None or alike.rank == 0
+    return over.all_holders if over is not None else tensor_ranks_of(model.parameters()) or comm
 
 
 def chunks_on_rank0(

@@ -96,6 +96,28 @@ def test_ignored_parameters_are_those_of_rank_0(comm: Communicator, shared_tmp: 
         assert all(opened[f"optimizer/{key}/1.weight"][...].tolist() == expected[key] for key in ignored)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("has_state", [0, 1])
+def test_an_ignored_parameter_with_state_on_one_rank(comm: Communicator, shared_tmp: Path, has_state: int) -> None:
+    """As with a gradient on this rank alone: the state of rank 0 is saved, and if it has none, none is."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mpitrain.fully_shard(model, comm, ignored_params=list(model[1].parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if comm.rank == has_state:
+        for param in model[1].parameters():
+            optimizer.state[param] = {"step": torch.tensor(3.0), "sums": [torch.ones(2)], "exp_avg": torch.ones_like(param)}
+    mpitrain.save(shared_tmp / "c", model, optimizer)
+    mpitrain.load(shared_tmp / "c", model, optimizer)
+    state = {name: optimizer.state.get(param) for name, param in model[1].named_parameters()}
+    if has_state == 0:
+        assert all(its["step"] == 3 and its["exp_avg"].sum() == its["exp_avg"].numel() for its in state.values())
+        assert all(its["sums"][0].tolist() == [1, 1] for its in state.values())
+    else:
+        assert state == {"weight": None, "bias": None}
+    if comm.rank == 0:
+        assert any("optimizer/" in name for name in ckpt.open(shared_tmp / "c")) == (has_state == 0)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "axes", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"tp": 2, "dp_shard": 2}]
