@@ -2,7 +2,8 @@
 
 Each rank has its own values until a call of `sync_buffers`. All buffers of a file are of one rank, because the mean of one rank and the
 variance of another fit no data. It is the first rank that has these stages of the model: its data rank, and its rank of tensor
-parallelism, are 0 (`targets.is_first_holder`). Ignored parameters, with their state in the optimizer, are saved and exported in the same way.
+parallelism, are 0 (`targets.is_first_holder`). Ignored parameters are saved and exported in the same way, with their state in
+the optimizer.
 """
 
 import warnings
@@ -28,10 +29,10 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def as_on_first_holder(
     model: nn.Module, tensors: Mapping[str, Any], holders: Communicator | None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The tensors of a save with the same names on all `holders`, and those whose values are of the first of them. Collective.
+    """The tensors of a save with the same names on all `holders`, and those that each of them has whole, with values of its own.
 
-    Each rank holds these whole, and nothing keeps them the same: buffers, and what belongs to ignored parameters. One that the first
-    holder lacks, such as the state of a parameter without a gradient, is left out; a rank that lacks one of its has no box of it.
+    Nothing keeps these the same: buffers, and what belongs to ignored parameters. What the first holder lacks, such as the state of a
+    parameter without a gradient, is left out. A rank that lacks what the first one has gets no box of it. Collective.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
 
@@ -39,10 +40,11 @@ def as_on_first_holder(
         kind, *_, name = path.split("/", 2 if path.startswith("optimizer/") else 1)
         return is_ignored(params[name]) if name in params else kind == "model"
 
-    mine = {path: value for path, value in tensors.items() if isinstance(value, torch.Tensor) and is_own(path)}
-    names = list(mine) if holders is None else holders.broadcast_object(list(mine))
+    mine = {path: None for path in tensors if is_own(path)}
+    names = mine if holders is None else holders.broadcast_object(mine)
     found = {path: value for path, value in tensors.items() if path not in mine or path in names}
-    return found | {path: [] for path in names if path not in mine}, {path: mine[path] for path in names if path in mine}
+    found |= {path: [] for path in names if path not in found}
+    return found, {path: found[path] for path in names if isinstance(found[path], torch.Tensor)}
 
 
 def warn_of_differences(

@@ -105,7 +105,11 @@ def test_an_ignored_parameter_with_state_on_one_rank(comm: Communicator, shared_
     optimizer = torch.optim.AdamW(model.parameters())
     if comm.rank == has_state:
         for param in model[1].parameters():
-            optimizer.state[param] = {"step": torch.tensor(3.0), "sums": [torch.ones(2)], "exp_avg": torch.ones_like(param)}
+            optimizer.state[param] = {
+                "step": torch.tensor(3.0),
+                "sums": [torch.ones(2)],
+                "exp_avg": torch.ones_like(param),
+            }
     mpitrain.save(shared_tmp / "c", model, optimizer)
     mpitrain.load(shared_tmp / "c", model, optimizer)
     state = {name: optimizer.state.get(param) for name, param in model[1].named_parameters()}
