@@ -121,11 +121,15 @@ def collect(
     only: str | Sequence[str] | None = None,
     comm: Communicator | None = None,
 ) -> Collected:
-    """The state that `save` writes, with the same arguments. Collective if the model is a pipeline."""
+    """The state that `save` writes, with the same arguments. Collective."""
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     everything: dict[str, Any] = {}
     described: dict[str, Any] = dict(meta or {})
-    chosen = choose(model, only, ranks_of(comm), stages, "mpitrain.save")
+    ranks, doing = ranks_of(comm), "mpitrain.save"
+    with ranks.together(doing):
+        if ema is not None:
+            ema.check_apart()
+    chosen = choose(model, only, ranks, stages, doing)
     if chosen is not None:
         described[RECORD] = list(chosen.patterns)
     for kind in _kinds(model, optimizer, names_of(model, optimizer), ema, stages, chosen):
@@ -134,7 +138,7 @@ def collect(
     holders = holders_of(model, comm if stages is None else None)
     everything, of_first = as_on_first_holder(model, everything, holders)
     of_model = {path.removeprefix("model/"): value for path, value in of_first.items() if path.startswith("model/")}
-    warn_of_differences(of_model, comm, "mpitrain.save", stacklevel=4)
+    warn_of_differences(of_model, comm, doing, stacklevel=4)
     everything = dict(tensors or {}) | everything
     if stages is not None and comm is not None and stages.size > 1:
         everything = with_other_stages(everything, stages, comm, of_first=of_first)
@@ -182,13 +186,13 @@ def load(
     source = OnDisk(path, copies) if isinstance(path, str | os.PathLike) else path
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     ranks, doing = ranks_of(comm), "mpitrain.load"
-    names = names_of(model, optimizer)
+    names = names_of(model, optimizer)  # first, because its error needs no checkpoint
 
     def read(wanted: Mapping[str, Any], **more: Any) -> None:
         source.load(wanted, comm=comm, verify=verify, **more)
 
-    if optimizer is not None:
-        names_of(model, optimizer)  # first, because its error needs no checkpoint
+    if ema is not None:
+        ema.check_apart()
     if isinstance(source, OnDisk):
         source.wait(comm)
     there = on_rank0(ranks, lambda: look(str(source), source.entries()), doing)

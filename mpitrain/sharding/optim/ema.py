@@ -33,10 +33,15 @@ class EMA:
             for name, param in self._params.items()
         }
         """The average, by the parameters' names. Within `swapped` a tensor in the dtype of its shard has the weights instead."""
+        self._is_swapped = False
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the current weights to the average. Call it after the optimizer's step, outside of forward and backward."""
+        """Add the current weights to the average. Call it after the optimizer's step, outside of forward and backward.
+
+        RuntimeError within `swapped`.
+        """
+        self.check_apart()
         pairs = [(average, self._params[name]) for name, average in self.tensors.items()]
         alike = [(average, param) for average, param in pairs if average.dtype == param.dtype]
         if alike:
@@ -47,11 +52,25 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """In the block the model has the averaged weights. All ranks enter the block together. Do not train in it."""
+        """In the block the model has the averaged weights. All ranks enter the block together. Do not train in it.
+
+        A save in it, without `ema`, has the average as the model. RuntimeError within another such block.
+        """
+        self.check_apart()
         # Copies of averages in another dtype, else the averages themselves, which then need no further memory.
         shown = {name: average.to(self._params[name].dtype) for name, average in self.tensors.items()}
         swap_values(self._params, shown)
+        self._is_swapped = True
         try:
             yield
         finally:
             swap_values(self._params, shown)
+            self._is_swapped = False
+
+    def check_apart(self) -> None:
+        """RuntimeError within `swapped`, where neither the model nor `tensors` has what a reader expects."""
+        if self._is_swapped:
+            raise RuntimeError(
+                "the model has its averaged weights, within ema.swapped(); expected a call after the block. To save the average as the "
+                "model, call mpitrain.save in the block without ema="
+            )

@@ -281,3 +281,29 @@ def test_state_in_the_dtype_of_its_parameter_follows_it(tmp_path: Path) -> None:
     mpitrain.load(tmp_path / "c", half, its_optimizer, cast=True)
     state = its_optimizer.state[half[0].weight]
     assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.float64, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_average_is_not_read_while_the_model_has_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = model_of().to(dtype)
+    ema = mpitrain.EMA(model, 0.5)
+    ones = {name: torch.ones_like(param) for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(2)
+    for average in ema.tensors.values():
+        average.fill_(1)
+    mpitrain.save(tmp_path / "c", model, ema=ema)
+    with ema.swapped():
+        for call in (
+            lambda: mpitrain.save(tmp_path / "d", model, ema=ema),
+            lambda: mpitrain.load(tmp_path / "c", model, ema=ema),
+            ema.update,
+            lambda: ema.swapped().__enter__(),
+        ):
+            with pytest.raises(RuntimeError, match=r"within ema\.swapped\(\); expected a call after the block"):
+                call()
+        mpitrain.save(tmp_path / "average", model)
+    assert all((param == 2).all() for param in model.parameters())
+    mpitrain.load(tmp_path / "average", model)
+    assert all(torch.equal(param, ones[name]) for name, param in model.named_parameters())
