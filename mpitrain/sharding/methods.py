@@ -81,7 +81,7 @@ def _register(module: nn.Module, name: str, method: Callable[..., Any], *, no_gr
     def registered(*args: Any, **kwargs: Any) -> Any:
         call = method
         for owner in reversed(owners):
-            call = functools.partial(_run, owner, entry or owner, call)
+            call = functools.partial(_run, owner, owner if entry is None else entry, call)
         with torch.no_grad() if no_grad else nullcontext():
             return call(*args, **kwargs)
 

@@ -310,7 +310,7 @@ def _call_outside(
     """The call of a module that shows shards of the unit of `around`: an error, unless the call is a forward in its own right."""
     owner = around()
     assert owner is not None and owner._unit.guards is not None
-    is_entry = module in owner._unit.guards.entries
+    is_entry = owner._is_entry if module is owner else module in owner._unit.guards.entries
     if module is not owner and not is_entry:
         raise outside(module, is_in_forward=owner._step is not None and owner._step.phase is not Phase.IDLE)
     return call_module(owner, forward, args, kwargs, entry=module if is_entry else None)

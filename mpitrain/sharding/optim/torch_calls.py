@@ -11,6 +11,7 @@ from mpitrain.sharding.step.step import routes_of
 from mpitrain.sharding.unit import rows
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import all_sharded
+from mpitrain.torch_internals import set_compiler
 
 
 @functools.cache
@@ -32,5 +33,10 @@ def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwar
             f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is not part of the graph; call "
             "loss.backward(), after which param.grad has this rank's rows, averaged over the ranks"
         )
-    with routes_of(outputs, inputs):
-        return original(outputs, *args, **kwargs)
+    compiler = set_compiler(None)  # of a compiled step of training: it would trace the hooks
+    try:
+        with routes_of(outputs, inputs):
+            return original(outputs, *args, **kwargs)
+    finally:
+        if compiler is not None:
+            set_compiler(compiler)

@@ -104,7 +104,7 @@ class Backwards(StepState):
                 self.reducer.reducing.progress()
         unit = self.reducer.take(number, index)
         if unit is not None:
-            self._reruns.got_gradient(unit, is_within=len(self._routes) > 1)
+            self._reruns.got_gradient(unit, is_within=self.num_around > 0)
             self._complete(unit)
 
     def _check_unwritten(self, param: ShardedParameter) -> None:
@@ -119,7 +119,10 @@ class Backwards(StepState):
 
     def _complete(self, unit: Unit) -> None:
         """Called when a gradient of a unit has come, and when all its exits are passed: it may be complete, see [Note: complete]."""
-        if not self.reducer.has_all(unit) or self._reruns.may_come(unit):
+        is_known = (
+            bool(self._routes) and all(route.expected is not None for route in self._routes) and not self.num_around
+        )
+        if not self.reducer.has_all(unit) or self._reruns.may_come(unit, is_known=is_known):
             return
         if not unit.lasts:
             # Another backward will go through a graph that was made. Without a route it is not known whether calls are left.
@@ -151,8 +154,8 @@ class Backwards(StepState):
                 self._slice_buffers.end_round()
         self.close(is_compared=is_round and not self.ranks.has_replicas)
         for gradients in self.reducer.done:
-            for param in gradients.params:
-                if param.shard.grad is not None and not gradients.is_within_step:
+            for param, was_used in zip(gradients.params, gradients.was_used, strict=True):
+                if was_used and param.shard.grad is not None and not gradients.is_within_step:
                     run_accumulation_hooks(param.shard)  # not earlier, because these hooks may write to shards
         self._inputs.warn()
 

@@ -146,14 +146,10 @@ def finder() -> Callable[[Any, Call | None], Call | None]:
     return find
 
 
-def forget_calls(model: Model, *, before: int) -> None:
-    """Forget the calls of a model that began with a lower count of writes, and those of models that are gone."""
+def forget_calls(model: Model, is_past: Callable[[Call], bool]) -> None:
+    """Forget the calls of a model of which `is_past` is true, and those of models that are gone."""
     for calls in _with_calls:
         calls.keep(
-            [
-                each
-                for each in calls.calls
-                if (of := each.model) is not None and (of is not model or each.writes >= before)
-            ]
+            [each for each in calls.calls if (of := each.model) is not None and (of is not model or not is_past(each))]
         )
     _with_calls[:] = [calls for calls in _with_calls if calls.calls]

@@ -20,9 +20,9 @@ class Reruns:
         )  # units with gradients of a backward within the backward that is of no such call
         self._records = False  # whether the outermost forward records a graph
 
-    def note(self, unit: Unit, *, is_root: bool, with_grad: bool) -> None:
+    def note(self, unit: Unit, *, is_outermost: bool, with_grad: bool) -> None:
         """Record a call in a forward."""
-        if is_root:
+        if is_outermost:
             self._records = with_grad
         elif self._records and not with_grad:
             self._ahead[unit] += 1
@@ -40,9 +40,13 @@ class Reruns:
         if is_within and unit not in self._again:
             self._uncertain.add(unit)
 
-    def may_come(self, unit: Unit) -> bool:
-        """Whether a later backward within this one may compute gradients of a unit."""
-        return unit in self._uncertain or self._ahead[unit] > 0
+    def may_come(self, unit: Unit, *, is_known: bool) -> bool:
+        """Whether a later backward within this one may compute gradients of a unit.
+
+        `is_known`: no backward within this one is under way or to be seen in the graph, so calls without gradients are just that,
+        such as those of a target.
+        """
+        return unit in self._uncertain or (not is_known and self._ahead[unit] > 0)
 
     def end_backward(self) -> None:
         """End the backward. Calls that it did not run again were not checkpointed, if no call of the unit was."""
@@ -52,7 +56,7 @@ class Reruns:
         self._uncertain.clear()
 
     def forget(self) -> None:
-        """Forget all calls, because their backward will not come."""
+        """Forget all calls, because their backward will not come, as after a write to the parameters."""
         self._ahead.clear()
         self._again.clear()
         self._uncertain.clear()

@@ -1,6 +1,6 @@
 """The route of a backward through sharded models, found in autograd's graph before the backward begins.
 
-[Note: route] torch's `backward` and `grad` first call `find_routes`. It follows the graph from the outputs, about 1 us per node, and
+[Note: route] torch's `backward` and `grad` first call `find_routes`. It follows the graph from the outputs, about 3 us per node, and
 finds for each call of a unit's module ([Note: nodes of a call] in nodes.py):
 - its entries: nodes at which the backward comes into the call. Before the first one runs, the unit is unsharded. However an activation
   left its block (as the output, changed in place, in an object, kept by a hook), its gradient comes in through one of these nodes.

@@ -59,7 +59,7 @@ class SameInputs:
         if self._stream is None or kwargs.get(self._stream) is None:
             try:
                 self._hash((args, kwargs))
-            except RuntimeError:  # a tensor without memory, as of torch.func
+            except Exception:  # of a tensor without memory, as of torch.func, or of the program's own objects
                 self._has_tensors = False
 
     def _hash(self, inputs: Any) -> None:

@@ -1,6 +1,7 @@
 """The state that the forwards and the backwards of one sharded model share: its phase, and which units are unsharded."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -26,6 +27,9 @@ from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.unit.registry import unit_of
 from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_internals import count_writes, outdate
+
+_NUM_KEPT = 16
+"""The number of writes after which calls are forgotten, even if their parameters were not written."""
 
 
 class Phase(Enum):
@@ -72,7 +76,10 @@ class StepState:
         """Where the gradient of a full parameter belongs, by the `id` of the parameter."""
         self._routes: list[Route] = []  # of the backward under way, and of backwards within it
         self._reruns = Reruns()
+        self.num_around = 0
+        """The backwards around the innermost one under way, also those through no call of this model."""
         self._writes = -1  # the count of writes to the shards when they were noticed last
+        self._earlier_writes = deque([0], maxlen=_NUM_KEPT)  # such counts before
         self._writes_of: dict[ShardedParameter, int] = {}  # the same of each parameter
         self._written: dict[
             ShardedParameter, int
@@ -124,17 +131,21 @@ class StepState:
             written = [param for param, count in of_params.items() if count != self._writes_of[param]]
             outdate([param.full for param in written])
             self._written |= dict.fromkeys(written, writes)
-            # The calls of one write before are kept, for parts that are trained in turns: a step of one comes before the backward of
-            # the other one.
-            forget_calls(self, before=self._writes)
+            self._reruns.forget()
+        before = self._writes
+        self._earlier_writes.append(before)
         self._writes, self._writes_of = writes, of_params
+        # Calls of the last step stay, to refuse their backward. So do those whose parameters were not written, for parts that are
+        # trained in turns: steps of one come before the backward of the other one.
+        oldest = self._earlier_writes[0]
+        forget_calls(self, lambda it: it.writes < oldest or (it.writes < before and self._is_outdated(it)))
 
     def _is_outdated(self, call: Call) -> bool:
         """Whether a parameter that the module of a call may have used was written since."""
         unit = call.unit
         if call.writes == self._writes or unit is None:
             return False
-        called = call.entry or self._module_of(unit)
+        called = self._module_of(unit) if call.entry is None else call.entry
         if called not in self._used:
             inside = set(called.modules())
             self._used[called] = frozenset(

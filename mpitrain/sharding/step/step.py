@@ -91,7 +91,7 @@ class TrainingStep(Backwards):
                 self._notice_writes()
             self._running.add(unit)
             self._ran.add(unit)
-            self._reruns.note(unit, is_root=is_root, with_grad=with_grad)
+            self._reruns.note(unit, is_outermost=is_outermost, with_grad=with_grad)
             slice_buffers = self._slice_buffers if is_root and with_grad else None
             if slice_buffers is not None:
                 slice_buffers.begin_forward()
@@ -257,8 +257,11 @@ def living_steps() -> list[TrainingStep]:
 def routes_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
     """Around a backward from `outputs` to `inputs` (empty: to all leaves): let the steps of the models on its way follow it."""
     steps = living_steps()
+    is_within = in_backward()
     inside = len(steps) > 1 or any(step.looks_inside for step in steps)
     routes: dict[Any, Route] = dict(find_routes(outputs, inputs, inside=inside)) if steps else {}
+    for step in steps:
+        step.num_around += is_within
     try:
         for step, route in routes.items():
             step.follow(route)
@@ -266,3 +269,5 @@ def routes_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
     finally:
         for step, route in routes.items():
             step.leave(route)
+        for step in steps:
+            step.num_around -= is_within

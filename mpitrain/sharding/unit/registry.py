@@ -28,16 +28,12 @@ def enter_parts(module: nn.Module) -> list[nn.Module]:
     """Record the parts of a module that is sharded, up to sharded ones. Returns the module and the plain ones of these parts."""
     plain = [module]
     around = weakref.ref(module)
-
-    def walk(part: nn.Module) -> None:
+    for part in plain:  # which grows
         for child in part.children():
             if around_of(child) is None:
                 _around[child] = around
                 if unit_of(child) is None:
                     plain.append(child)
-                    walk(child)
-
-    walk(module)
     return plain
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sharded_models import floats, mine
+from sharded_models import assert_same, floats, mine
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -78,6 +78,24 @@ def test_a_compiled_model_trains_as_plain_torch_does(comm: Communicator, compile
         torch.testing.assert_close(losses[1], losses[0] * comm.size, rtol=1e-5, atol=1e-6)
         frames.append(counter.frame_count)
     assert frames[0] > 0 and frames[1] == frames[2]
+
+
+@pytest.mark.parametrize("storage", ["resident", "private"])
+def test_a_compiled_step_with_its_backward(comm: Communicator, storage: str) -> None:
+    torch._dynamo.reset()
+    plain = Model()
+    model = fully_shard(copy.deepcopy(plain), comm, storage=storage)
+
+    def step(net: nn.Module, x: torch.Tensor) -> None:
+        net(x * 1.0).square().sum().backward()
+
+    compiled = torch.compile(step, backend="eager")
+    for number in range(2):
+        for net, call in ((plain, step), (model, compiled)):
+            call(net, floats(number, 5))
+            torch.optim.SGD(net.parameters(), lr=1e-3).step()
+            net.zero_grad()
+    assert_same(model, plain, grads=False, rtol=1e-5, atol=1e-6)
 
 
 def test_one_graph_of_a_whole_model_is_refused(comm: Communicator) -> None:

@@ -224,6 +224,24 @@ def test_hooks_on_shards(comm: Communicator, way: str) -> None:
     loss_of(model).backward()
 
 
+def test_hooks_on_shards_run_for_the_gradients_of_their_backward(comm: Communicator) -> None:
+    """Not for those of earlier backwards, and not for `autograd.grad` of an input."""
+    counts: list[list[str]] = []
+    for model in (nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))):
+        called: list[str] = []
+        if counts:
+            model = fully_shard(model, comm)
+        model.forward = lambda x, part: model[part](x)  # type: ignore[method-assign]  # noqa: B023
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))  # noqa: B023
+        for part in (0, 1):
+            model(X, part).sum().backward()
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(model(x, 0).sum(), x)
+        counts.append(sorted(called))
+    assert counts[0] == counts[1]
+
+
 def test_a_slice_of_a_sharded_sequential_is_a_plain_one(comm: Communicator) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)))
     fully_shard(model, comm)

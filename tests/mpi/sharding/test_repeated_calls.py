@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from collectives import Communicator
+from mpitrain.sharding import unshard
+from mpitrain.sharding.unit.unit import UnitState
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -45,6 +48,27 @@ def reentrant(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def checkpointed(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(part, x, use_reentrant=False)
+
+
+def within_itself(part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A backward that runs the part again by a backward of its own, of which the graph of the outer one shows nothing."""
+    return Again.apply(x, part)  # type: ignore[no-any-return]
+
+
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: nn.Module) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.part = part
+        return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.part(x)
+        torch.autograd.backward(y, grad)
+        return x.grad, None
 
 
 def once(net: nn.Module) -> torch.Tensor:
@@ -103,12 +127,46 @@ def compare(
         (once, reentrant, 2),
         (of_two_inputs, reentrant, 1),
         (once, checkpointed, 2),
+        (once, within_itself, 1),
+        (once, within_itself, 2),
+        (of_two_inputs, within_itself, 1),
     ],
 )
 def test_modules_that_run_twice(
     comm: Communicator, way: str, loss_of: Loss, call: Callable[..., torch.Tensor], times: int
 ) -> None:
     compare(comm, way, lambda: Net(call, times), lambda net: loss_of(net).backward(), 1e-4)
+
+
+class Stacked(nn.Module):
+    """Each block also runs without gradients, as for a target, within a forward that records a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            with torch.no_grad():
+                target = block(x)
+            x = block(x) - target.tanh()
+        return x
+
+
+def test_calls_without_gradients_keep_no_block_full_in_the_backward(comm: Communicator) -> None:
+    """They could be those of a reentrant checkpoint, which runs them again, but the graph has none. Also after an evaluation."""
+    model = shard(net := Stacked(), comm, storage="private", blocks=net.blocks)
+    num_full: list[int] = []
+    for block in net.blocks:
+        for param in block._unit.params:
+            param.full.register_post_accumulate_grad_hook(
+                lambda full: num_full.append(sum(each._unit.state is UnitState.UNSHARDED for each in net.blocks))
+            )
+    for _ in range(2):
+        model(X).sum().backward()
+        with unshard(model), torch.no_grad():
+            model(X)
+    assert len(num_full) == 20 and max(num_full) <= 2
 
 
 @pytest.mark.parametrize("way", WAYS)

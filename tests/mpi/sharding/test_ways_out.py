@@ -164,26 +164,34 @@ def test_a_write_before_the_backward_is_noticed(
     loss_of(model).backward()  # and the next step is as any other
 
 
+class Empty(nn.Sequential):
+    """A module that is false, as a container without parts."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 class Pair(nn.Module):
     """Two networks against each other in one model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.maker, self.judge = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+        self.maker, self.judge = (Empty(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
         self.frozen = copy.deepcopy(self.maker).requires_grad_(False)
 
 
 def against_each_other(pair: Pair, num_steps: int) -> list[float]:
-    """The judge's step comes between the maker's forward and backward. A frozen part is written before that backward, too."""
+    """Two steps of the judge come between the maker's forward and backward. A frozen part is written before that backward, too."""
     optimizers = [torch.optim.Adam(part.parameters(), lr=0.1) for part in (pair.maker, pair.judge)]
     losses = []
     for _ in range(num_steps):
         made = pair.maker(X)
-        (pair.judge(made.detach()).square().mean() - pair.judge(X).mean()).backward()
-        optimizers[1].step()
-        pair.zero_grad()
+        for _ in range(2):
+            (pair.judge(made.detach()).square().mean() - pair.judge(X).mean()).backward()
+            optimizers[1].step()
+            pair.zero_grad()
         pair.judge.requires_grad_(False)
-        loss = pair.judge(made).square().mean() + (pair.frozen(X) - made).square().mean()
+        loss = pair.judge(made).square().mean() + (pair.frozen.forward(X) - made).square().mean()
         params = dict(pair.named_parameters())  # waits until no rank reads them
         with torch.no_grad():
             torch._foreach_mul_([params[name] for name in params if "frozen" in name], 0.5)
@@ -196,10 +204,12 @@ def against_each_other(pair: Pair, num_steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("way", ["stage 1, private", "stage 3", "stage 3, private"])
-def test_a_write_to_other_parts_leaves_a_backward_alone(comm: Communicator, way: str) -> None:
+@pytest.mark.parametrize("are_units", [False, True])
+def test_a_write_to_other_parts_leaves_a_backward_alone(comm: Communicator, way: str, are_units: bool) -> None:
     torch.manual_seed(0)
     plain = Pair()
-    model = shard(copy.deepcopy(plain), comm, way)
+    model = copy.deepcopy(plain)
+    shard(model, comm, way, blocks=[model.maker, model.judge, model.frozen] if are_units else ())
     for part in (model.maker, model.judge, model.frozen):
         mpitrain.register_forward_method(part, "forward")
     torch.testing.assert_close(against_each_other(model, 3), against_each_other(plain, 3), rtol=1e-4, atol=1e-5)
