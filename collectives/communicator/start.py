@@ -32,7 +32,11 @@ def world() -> Communicator:
     global _world
     if _world is None or _world.is_freed:
         check_no_child()
-        progress = _stand_ready()
+        try:
+            progress = _stand_ready()
+        except Exception:
+            finalize.look_for_loss()  # the program may catch this, and call MPI.Finalize()
+            raise
         comm = Communicator(all_ranks().Dup(), progress=progress, _name="world")
         take_table(comm, _measured_table(comm))
         _world = comm

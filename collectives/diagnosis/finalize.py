@@ -34,16 +34,33 @@ def take_over() -> None:
 
 def _finalize(process: int) -> None:
     """Call MPI_Finalize at Python's exit, while the arrays of unfinished messages are still alive."""
-    if os.getpid() != process or "mpi4py.MPI" not in sys.modules:
+    if os.getpid() != process or not _mpi_runs():
         return
     from mpi4py import MPI
 
-    if not MPI.Is_initialized() or MPI.Is_finalized():
-        return
     # After a loss nothing is left to do for MPI: the monitors of the ranks that are left have ended together, and mpirun accepts an end
     # without MPI_Finalize in such a job.
     if Job.mpi is None and not Job.ends_alone:
+        look_for_loss()
         MPI.Finalize()
+
+
+def look_for_loss() -> None:
+    """Let MPI_Finalize not wait for a rank that was lost before `world()` has started a monitor, which would have said so."""
+    if _mpi_runs() and _no_barrier() is not None:
+        from mpi4py import MPI
+
+        if MPI.COMM_WORLD.Get_failed().size:
+            leave_out_barrier()
+
+
+def _mpi_runs() -> bool:
+    """Whether MPI has started, and has not ended. It does not start MPI."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def leave_out_barrier() -> None:
@@ -72,9 +89,7 @@ def _no_barrier() -> ctypes.c_bool | None:
 
 def _leave_child() -> None:
     """End a forked child in which mpi4py would wait forever. The child's own exit status is not known here."""
-    from mpi4py import MPI
-
-    if not MPI.Is_initialized() or MPI.Is_finalized():
+    if not _mpi_runs():
         return
     if not hasattr(sys, "last_value"):
         print(

@@ -153,3 +153,31 @@ def test_mpi_finalize_does_not_wait_for_a_lost_rank(before: str, after: str, cod
         result = launch(2, "-c", script, options=["--with-ft", "ulfm"], cwd=ROOT, env=env, timeout_s=30)
         assert (result.returncode, result.stdout.count("sum 1.0")) == (code, 1), str(result)
         assert result.seconds < 15, str(result)
+
+
+# Rank 1 dies while rank 0 waits for it in world().
+BEFORE = """
+import os, sys, time
+from mpi4py import MPI
+import collectives
+if MPI.COMM_WORLD.rank == 1:
+    time.sleep(0.1)
+    os.kill(os.getpid(), 9)
+try:
+    collectives.world()
+except Exception as error:
+    print("caught", type(error).__name__, flush=True)
+    {end}
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("end", ["pass", "MPI.Finalize()"][: extent(1, 2)])
+def test_mpi_finalize_does_not_wait_for_a_rank_that_was_lost_before_the_world(end: str) -> None:
+    for _ in range(extent(1, 10)):
+        command = ("-c", BEFORE.format(end=end))
+        result = launch(
+            2, *command, options=["--with-ft", "ulfm"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout_s=30
+        )
+        assert (result.returncode, result.stdout) == (3, "caught Exception\n"), str(result)
+        assert result.seconds < 15, str(result)
