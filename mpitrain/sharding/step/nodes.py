@@ -37,6 +37,10 @@ _MOST = 100_000
 """How many calls of a thread are remembered at most. A program that never writes to its parameters may make them for ever."""
 
 
+_FEW = 256
+"""So many more calls than those kept may wait to be forgotten."""
+
+
 class Call:
     """A call, which runs in a `with` statement, and the nodes that it has made.
 
@@ -93,6 +97,7 @@ class _Calls:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.firsts: list[int] = []
+        self.num_kept = 0  # calls that were left when some were forgotten
         self.current: Call | None = None  # the innermost call under way
 
     def add(self, call: Call) -> None:
@@ -104,7 +109,7 @@ class _Calls:
         self.firsts.append(call.first)
 
     def keep(self, calls: list[Call]) -> None:
-        self.calls, self.firsts = calls, [call.first for call in calls]
+        self.calls, self.firsts, self.num_kept = calls, [call.first for call in calls], len(calls)
 
     def find(self, number: int) -> Call | None:
         at = bisect_right(self.firsts, number)
@@ -147,8 +152,11 @@ def finder() -> Callable[[Any, Call | None], Call | None]:
 
 
 def forget_calls(model: Model, is_past: Callable[[Call], bool]) -> None:
-    """Forget the calls of a model of which `is_past` is true, and those of models that are gone."""
+    """Forget the calls of a model of which `is_past` is true, and those of models that are gone, if there are many new calls."""
     for calls in _with_calls:
+        # So each call is looked at a few times at most, however many others a frozen model has.
+        if len(calls.calls) < 2 * calls.num_kept + _FEW:
+            continue
         calls.keep(
             [each for each in calls.calls if (of := each.model) is not None and (of is not model or not is_past(each))]
         )
