@@ -31,14 +31,14 @@ def as_on_first_holder(
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The tensors of a save with the same names on all `holders`, and those that each of them has whole, with values of its own.
 
-    Nothing keeps these the same: buffers, and what belongs to ignored parameters. What the first holder lacks, such as the state of a
-    parameter without a gradient, is left out. A rank that lacks what the first one has gets no box of it. Collective.
+    Nothing keeps these the same: buffers, extra state, and what belongs to ignored parameters. What the first holder lacks, such as the
+    state of a parameter without a gradient, is left out. A rank that lacks what the first one has gets no box of it. Collective.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
 
     def is_own(path: str) -> bool:
         kind, *_, name = path.split("/", 2 if path.startswith("optimizer/") else 1)
-        return is_ignored(params[name]) if name in params else kind == "model"
+        return is_ignored(params[name]) if name in params else kind in ("model", "extra_state")
 
     mine = {path: None for path in tensors if is_own(path)}
     names = mine if holders is None else holders.broadcast_object(mine)

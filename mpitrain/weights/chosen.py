@@ -15,6 +15,7 @@ from ckpt.convert.formats.safetensors import some
 from ckpt.format.manifest import named, patterns_of, unmatched_error
 from ckpt.ranks import Ranks
 from collectives import Communicator
+from mpitrain.weights.extra_state import is_extra_state
 from mpitrain.weights.saved import There
 
 RECORD = "saved_only"
@@ -33,7 +34,7 @@ class Chosen:
         params = dict(model.named_parameters(remove_duplicate=False))
         mine: list[str] = []
         for name, value in model.state_dict(keep_vars=True).items():
-            if isinstance(tensor := params.get(name, value), torch.Tensor):
+            if isinstance(tensor := params.get(name, value), torch.Tensor) or is_extra_state(name):
                 names_by_tensor.setdefault(id(tensor), []).append(name)
                 mine.append(name)
         ties = [names for names in names_by_tensor.values() if len(names) > 1]
@@ -115,7 +116,7 @@ def choose(
 def owner_of(path: str) -> str:
     """The name, in the model, of the parameter or buffer to which a tensor in a checkpoint belongs: see state.py."""
     kind, _, name = path.partition("/")
-    for _ in range({"optimizer": 1, "compression": 1}.get(kind, 0)):
+    for _ in range({"optimizer": 1, "compression": 1, "extra_state": 1}.get(kind, 0)):
         name = name.partition("/")[2]
     if kind == "copies":  # copies/model/NAME, copies/optimizer/KEY/NAME
         return owner_of(name)

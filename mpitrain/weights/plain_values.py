@@ -79,6 +79,11 @@ def decoded(value: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any
     return tensor(value)
 
 
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be in the JSON."""
+    return tensor.numel() <= _MAX_ELEMENTS
+
+
 def small_tensor(value: dict[str, Any], device: torch.device) -> torch.Tensor:
     """The tensor of {"type": "tensor"}: in host memory if it was there, else on `device`."""
     flat = torch.tensor(decoded(value["value"], _no_tensor), dtype=getattr(torch, value["dtype"]))

@@ -8,9 +8,9 @@ from torch import nn
 
 from mpitrain.sharding import EMA
 from mpitrain.sharding.unit.registry import diloco_of
+from mpitrain.weights.extra_state import is_extra_state
 from mpitrain.weights.held import Held
 from mpitrain.weights.saved import There
-from mpitrain.weights.saved_extra import is_extra_state
 
 
 class SavedModel:

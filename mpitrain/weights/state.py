@@ -4,6 +4,7 @@
 - `optimizer/KEY/NAME`: the optimizer's state KEY of a parameter (saved_optimizer.py).
 - `outer_momentum/...`, `copies/...`: of local steps, what each copy of the model has of its own (by_copy.py).
 - `compression/KEY/NAME`: the state of `compress_gradients` (saved_compression.py).
+- `extra_state/N/NAME`: large tensors in the extra state of modules (saved_extra.py).
 
 With `only=` a checkpoint has those of some NAMEs alone (chosen.py).
 
@@ -246,7 +247,7 @@ def _kinds(
     if chosen is not None:  # the parameters that are not chosen keep their state in the optimizer
         names, strict = {param: name for param, name in names.items() if name in chosen.names}, False
     of_part = None if chosen is None else chosen.names
-    kinds: list[Saved] = [SavedModel(model, ema, of_part), SavedExtraState(model, stages, of_part)]
+    kinds: list[Saved] = [SavedModel(model, ema, of_part), SavedExtraState(model, ranks_of_model(model), of_part)]
     copies = None
     if (diloco := diloco_of(model)) is not None:
         kinds.append(copies := SavedCopies(model, diloco, optimizer, names))

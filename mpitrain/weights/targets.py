@@ -17,6 +17,7 @@ from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import diloco_of, params_by_shard, sharded_over, units_of
 from mpitrain.sharding.unit.unit import UnitState
+from mpitrain.weights.extra_state import is_extra_state
 
 _CHUNK_BYTES = 16 << 20  # sent at a time
 
@@ -32,7 +33,7 @@ class Target(NamedTuple):
 
 
 def targets_of(model: nn.Module) -> list[Target]:
-    """All tensors in the order of the model's state dict, each once. Other values (a module's extra state) are left out.
+    """All tensors in the order of the model's state dict, each once. An extra state is among them if it is a tensor.
 
     Of a model in stages those of all stages, the same list on all ranks: a rank has no pieces of a tensor of another stage. Collective.
     """
@@ -209,6 +210,11 @@ def _rows(box: Box, dim: int, start: int, stop: int) -> tuple[tuple[slice, ...],
 def fill(model: nn.Module, target: Target, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> None:
     """Fill this rank's part of a tensor of `model`. `read(place)`: the values at these indices of the whole tensor."""
     tensor = target.tensor
+    if is_extra_state(target.names[0]):  # which `tensor` may be a copy of
+        values = read(tuple(slice(0, length) for length in target.shape)).to(tensor.device, tensor.dtype, copy=True)
+        for name in target.names:
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(values)
+        return
     if lacks_memory(tensor) and not isinstance(tensor, nn.Parameter):
         tensor = with_memory(model, target.names[0])
     if target.pieces is None:

@@ -15,7 +15,9 @@ from torch import nn
 import ckpt
 import mpitrain
 from collectives import Communicator
+from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import fully_shard
+from mpitrain.stages import pipeline
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -177,3 +179,58 @@ def test_an_optimizer_may_keep_what_belongs_to_no_parameter(comm: Communicator) 
     optimizer.step()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert optimizer.state["calls"] == 1
+
+
+class Counting(nn.Linear):
+    """Has a value that is no buffer."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(2, 2)
+        self.kept = state
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("way", ["shards", "stages"])
+def test_extra_state_goes_out_and_in(comm: Communicator, shared_tmp: Path, way: str) -> None:
+    """That of data rank 0: in state dicts any value, in files of weights a tensor."""
+    per_stage = way == "stages" and comm.size == 2
+
+    def model_of(*states: Any) -> tuple[nn.Module, dict[str, Counting]]:
+        model: nn.Module = GPT(GPTConfig(vocab=20, context=4, width=8, layers=2, heads=2, tied=False))
+        for block, state in zip(model.blocks, states, strict=True):
+            block.counting = Counting(state)
+        if per_stage:
+            mesh = mpitrain.mesh(comm, pp=2)
+            pipeline(model, mesh["pp"], "1f1b", micro_batches=2)
+        fully_shard(model, mesh if per_stage else comm)
+        return model, {name: each for name, each in model.named_modules() if isinstance(each, Counting)}
+
+    number = 0 if per_stage else comm.rank
+    expected = {"blocks.0.counting": {"n": 0, "all": [1, (2,)]}, "blocks.1.counting": torch.tensor([0.5])}
+    model, _ = model_of({"n": number, "all": [1, (2,)]}, torch.tensor([number + 0.5]))
+    full = mpitrain.full_state_dict(model)
+    mpitrain.save(shared_tmp / "c", model)
+    mpitrain.export_weights(model, shared_tmp / "out")
+    if comm.rank == 0:
+        plain = GPT(GPTConfig(vocab=20, context=4, width=8, layers=2, heads=2, tied=False))
+        for block in plain.blocks:
+            block.counting = Counting(None)
+        plain.load_state_dict(full)
+        assert {f"blocks.{n}.counting": block.counting.kept for n, block in enumerate(plain.blocks)} == expected
+    other, its = model_of({"n": 9}, torch.tensor([9.0, 9.0]))
+    mpitrain.load_full_state_dict(other, full)
+    assert {name: each.kept for name, each in its.items()} == {name: expected[name] for name in its}
+    other, its = model_of({"n": 9}, torch.tensor([9.0, 9.0]))
+    mpitrain.load(shared_tmp / "c", other)
+    assert {name: each.kept for name, each in its.items()} == {name: expected[name] for name in its}
+    other, its = model_of({"n": 9}, torch.tensor([9.0]))
+    mpitrain.load_weights(other, shared_tmp / "out")
+    assert its.get("blocks.1.counting", Counting(torch.tensor([0.5]))).kept.tolist() == [0.5]
+    full.pop("blocks.1.counting._extra_state", None)
+    with pytest.raises(ValueError, match=r"the state dict lacks blocks\.1\.counting\._extra_state and has nothing"):
+        mpitrain.load_full_state_dict(other, full)

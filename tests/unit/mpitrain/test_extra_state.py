@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+import ckpt
 import mpitrain
 
 
@@ -47,6 +49,27 @@ def test_it_comes_back(tmp_path: Path) -> None:
         TypeError, match=r"0._extra_state\['file'\] is a builtin_function_or_method, which a checkpoint"
     ):
         mpitrain.save(tmp_path / "d", model)
+
+
+def test_large_tensors_in_it(tmp_path: Path) -> None:
+    """They are tensors of the checkpoint, beside small ones in its meta."""
+    model, other = model_of(3), model_of(6)
+    model[0].kept = {"history": [torch.arange(5000.0), torch.ones(2)], "more": (torch.arange(4097) > 7, 1)}
+    model[2].kept = torch.arange(6000, dtype=torch.uint8).view(2, 3000)
+    kept = (model[0].kept, model[2].kept)
+    mpitrain.save(tmp_path / "c", model)
+    names = [name for name in ckpt.open(tmp_path / "c") if not name.startswith("model/")]
+    assert names == ["extra_state/0/0._extra_state", "extra_state/0/2._extra_state", "extra_state/1/0._extra_state"]
+    mpitrain.load(tmp_path / "c", other)
+    for module, its in zip((other[0], other[2]), kept, strict=True):
+        for here, there in zip(tree_leaves(module.kept), tree_leaves(its), strict=True):
+            assert type(here) is type(there)
+            torch.testing.assert_close(here, there, rtol=0, atol=0)
+    third = model_of(9)
+    mpitrain.load(tmp_path / "c", third, only="2.*")
+    assert third[0].kept["number"] == 9 and torch.equal(third[2].kept, kept[1])
+    mpitrain.save(tmp_path / "part", model, only="2.weight")
+    assert list(ckpt.open(tmp_path / "part")) == ["extra_state/0/2._extra_state", "model/2.weight"]
 
 
 def test_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
