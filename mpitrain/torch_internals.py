@@ -70,6 +70,14 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor._version for tensor in tensors)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that all views of one memory share, also while the memory is freed; 0 for a tensor without a storage of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of torch.func
+        return 0
+
+
 def withdraw(tensors: Sequence[torch.Tensor]) -> None:
     """Let autograd refuse a backward that saved these tensors ("modified by an inplace operation"), before their memory is freed.
 

@@ -89,6 +89,9 @@ class StepState:
         self._passing = [unit for unit in units if not unit.lasts]
         self._compares = bool(self._passing) and ranks.shard.size > 1
         self._is_reach_checked = not self._compares
+        self._watched: set[tuple[str, bool, bool]] = (
+            set()
+        )  # kinds of outermost forwards that were watched for reads of freed memory
         limit = units[0].prefetch_bytes
         self._prefetch = Prefetch(max((unit.nbytes for unit in units[1:]), default=0) if limit is None else limit)
         self._gathers = Gathers(units)

@@ -28,7 +28,7 @@ through that graph, and the next forward begins. A later backward through the gr
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from mpitrain.models.draws import seeded_at_places
 from mpitrain.sharding.step.arguments import aligned, cast, tensors_in
 from mpitrain.sharding.step.backward import Backwards
 from mpitrain.sharding.step.nodes import Call
-from mpitrain.sharding.step.reach import check_error, check_graph, outside
+from mpitrain.sharding.step.reach import Reads, check_error, check_graph, outside
 from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase
 from mpitrain.sharding.unit.ranks import DataParallelRanks
@@ -99,11 +99,14 @@ class TrainingStep(Backwards):
                 self._inputs.look(args, kwargs)
             if is_root and unit.slices is not None:
                 args, kwargs = aligned((args, kwargs))
-            with seeded_at_places() if slice_buffers is not None else nullcontext():
+            with (
+                self._watching(call) if is_root else nullcontext(),
+                seeded_at_places() if slice_buffers is not None else nullcontext(),
+            ):
                 output = self._run(unit, call, args, kwargs, is_outermost=is_outermost, entry=entry)
             if slice_buffers is not None:
                 slice_buffers.end_forward()
-            if not unit.lasts:
+            if not unit.lasts and unit not in self._held:
                 unit.check_output(tensors_in(output))
             if is_root and with_grad and not self._is_reach_checked:
                 # Code that reaches into other modules does so in every forward, so one check of a graph is enough.
@@ -146,6 +149,14 @@ class TrainingStep(Backwards):
                 args, kwargs = cast((args, kwargs), policy.param_dtype)
             output = call(*args, **kwargs)
             return output if policy.output_dtype is None else cast(output, policy.output_dtype)
+
+    def _watching(self, call: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """Around an outermost forward. The first one of each kind is watched: code that reads freed memory does so in all of them."""
+        kind = getattr(call, "__name__", ""), torch.is_grad_enabled(), self._tree.module.training
+        if not self._compares or kind in self._watched:
+            return nullcontext()
+        self._watched.add(kind)
+        return Reads(self._passing, self._tree.module)
 
     def open(self) -> None:
         """Called before the outermost forward: see [Note: fences] in fences.py. First cleans up after an earlier exception."""

@@ -25,6 +25,7 @@ from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.guards import Guards
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
+from mpitrain.torch_internals import storage_of
 
 if TYPE_CHECKING:
     from mpitrain.sharding.compression.compression import Compression
@@ -183,13 +184,11 @@ class Unit:
 
     # Checks
 
-    def check_output(self, tensors: list[Any]) -> None:
+    def check_output(self, tensors: list[torch.Tensor]) -> None:
         """RuntimeError if the module's output has memory of a full parameter, which is about to be freed."""
+        memories = {storage_of(tensor) for tensor in tensors}
         for flat in self.flats:
-            if flat.storage.lasts:
-                continue
-            memory = flat.storage.full_buffer.untyped_storage().data_ptr()
-            if any(tensor.untyped_storage().data_ptr() == memory for tensor in tensors):
+            if not flat.storage.lasts and storage_of(flat.storage.full_buffer) in memories:
                 names = ", ".join(param.name for param in flat.params[:3])
                 raise RuntimeError(
                     f"a module returned one of its parameters ({names}, ...) or a view of one, whose memory is freed "

@@ -1,6 +1,8 @@
 """What would compute something wrong, or crash, raises; what plain torch does with gradients and hooks holds for shards too."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,8 +135,13 @@ def test_copies_of_shards_may_run_other_modules(comm: Communicator) -> None:
     mesh.free()
 
 
+@dataclass
+class Kept:
+    tensor: torch.Tensor
+
+
 class Shows(nn.Module):
-    """Returns its parameter, or a view of it, as it is or in a dict."""
+    """Returns its parameter, or a view of it, as it is, in a dict or in an object."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -142,11 +149,12 @@ class Shows(nn.Module):
 
     def forward(self, x: torch.Tensor) -> object:
         views = {"itself": self.weight, "view": self.weight[:2], "within": {"w": [self.weight.t()]}}
+        views["object"] = SimpleNamespace(found=Kept(self.weight))
         return views[self.what] if self.what in views else self.weight.clone()
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("what", ["itself", "view", "within"])
+@pytest.mark.parametrize("what", ["itself", "view", "within", "object"])
 def test_a_module_cannot_return_what_is_given_back(comm: Communicator, what: str, grad: bool) -> None:
     model = fully_shard(Shows(what), comm, storage="private")
     with torch.set_grad_enabled(grad):
@@ -158,6 +166,52 @@ def test_a_module_cannot_return_what_is_given_back(comm: Communicator, what: str
     copies = fully_shard(Shows("copy"), comm, storage="private")
     copies(X).sum().backward()
     assert all((param.grad == 1).all() for param in copies.parameters())
+
+
+class Keeper(nn.Module):
+    """A block keeps a view of its parameter, which the parent reads, or only the block itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.block, self.how, self.kept = nn.Linear(32, 32), how, []
+        self.block.register_forward_hook(self.keep)
+
+    def keep(self, block: nn.Module, *_: object) -> None:
+        view = block.weight.t()
+        if self.how == "list":
+            self.kept.append({"w": view})
+        elif self.how == "closure":
+            self.kept.append(lambda: view)
+        else:
+            block.view = view
+            block.norm = block.view.norm().detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.block(x)
+        if self.how == "by the block":
+            return out * self.block.norm + torch.zeros_like(self.block.view).size(0)
+        kept = {"list": lambda: self.kept[-1]["w"], "closure": lambda: self.kept[-1]()}
+        return out + (kept.get(self.how, lambda: self.block.view)() * 2).sum()
+
+
+@pytest.mark.parametrize("how", ["attribute", "list", "closure", "by the block"])
+def test_a_view_of_a_parameter_is_not_read_when_its_memory_is_freed(comm: Communicator, how: str) -> None:
+    torch.manual_seed(0)
+    plain = Keeper(how)
+    model = Keeper(how)
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model.block, comm, storage="private")
+    fully_shard(model, comm, storage="private")
+    x = torch.ones(2, 32)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            if comm.size == 1 or how == "by the block":
+                torch.testing.assert_close(model(x), plain(x))
+            else:
+                with pytest.raises(
+                    RuntimeError, match=r"parameter block.weight, or a view of it, was kept after the forward of block"
+                ):
+                    model(x)
 
 
 @pytest.mark.parametrize("way", WAYS)
