@@ -19,10 +19,10 @@ class SplitStream(NamedTuple):
 
     over: Communicator
     """The ranks that each have their own tokens."""
-    arrive: Callable[..., Any]
-    """A forward pre-hook, with keyword arguments, of a block that begins a stage."""
-    pass_on: Callable[..., Any]
-    """A forward hook of a block that ends a stage."""
+    arrive: Callable[[torch.Tensor], torch.Tensor]
+    """(..., all tokens, C) -> the stream for the first block of a stage that is called; see `at_place`."""
+    pass_on: Callable[[torch.Tensor], torch.Tensor]
+    """The stream behind the last block of a stage that is called -> that which the next stage gets."""
 
     def at_place(self, x: torch.Tensor) -> torch.Tensor:
         """(..., this rank's tokens, C) -> (..., all tokens, C), with zeros for the tokens of other ranks.

@@ -11,99 +11,7 @@ from mpitrain.models.draws import mark_places_after
 from mpitrain.models.stage_plan import StagePlan
 from mpitrain.parts import mark_stack, mark_stage
 from mpitrain.stage_streams import SplitStream, mark_stages, split_of
-
-
-class _PassOn(nn.Module):
-    """In the place of a module that the stage does not have: returns its first argument.
-
-    It has the module's numbers and texts, which the model's forward may read, such as the kind of attention of a block.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update(
-            (key, value) for key, value in vars(module).items() if isinstance(value, int | float | str)
-        )
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x
-
-
-class _Nothing(nn.Module):
-    """In the place of an embedding: returns zero, which a forward may add to the stream."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(())
-
-
-class _Border:
-    """Where the stream enters a stage, or leaves it, in one forward. The model's forward may skip any of the blocks."""
-
-    def __init__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """After a forward."""
-        self.x: torch.Tensor | None = None
-        """The stream: that of the stage before, or the one that this stage passes on."""
-        self.is_met = False
-        """Whether the forward has called a stand-in that gives the stream, or takes it."""
-        self.is_open = False
-        """Whether the next block of the stage is the first that runs; whether nothing has taken the stream."""
-        self.last: torch.Tensor | None = None
-        """Of the stream that leaves: the output of the last block that ran, or what entered. The model must pass it on as it is."""
-
-
-class _Enter(_PassOn):
-    """In the place of each block before a stage: returns the stream that the stage before has passed on."""
-
-    def __init__(self, module: nn.Module, border: _Border) -> None:
-        super().__init__(module)
-        self._border = border
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._border.is_met = True
-        return self._border.x
-
-
-class _Leave(_PassOn):
-    """In the place of each module after a stage's blocks: the first one that gets the stream takes it, and the stage passes it on.
-
-    `is_block`: it is in the place of a block, which gets the stream always. Other modules may be called with anything.
-    """
-
-    def __init__(self, module: nn.Module, border: _Border, *, is_block: bool) -> None:
-        super().__init__(module)
-        self._border, self._is_block = border, is_block
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        border = self._border
-        if border.is_open and (self._is_block or (border.last is not None and _is_same(x, border.last))):
-            if border.last is not None and not _is_same(x, border.last):
-                raise _between()
-            border.x, border.is_met, border.is_open = x, True, False
-        return x
-
-
-def _is_same(x: Any, y: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory; autograd's wrappers of a tensor differ. Also for tensors without memory."""
-    if not isinstance(x, torch.Tensor) or x.shape != y.shape or x.storage_offset() != y.storage_offset():
-        return False
-    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
-
-
-def _between() -> ValueError:
-    return ValueError(
-        "pipeline: the model computes with the stream between two blocks, for example adds a residual there, and at a border of stages "
-        "this would be done twice; let the blocks do it"
-    )
-
-
-def _skipped() -> ValueError:
-    return ValueError(
-        "pipeline: the model's forward calls no block through which the stream enters or leaves a stage, because it skips all blocks "
-        "there and computes with the stream between them; let a block that is skipped return its input"
-    )
+from mpitrain.stages.passage import Enter, Leave, Nothing, Passage, PassOn
 
 
 class ModelStages:
@@ -121,13 +29,10 @@ class ModelStages:
         self._blocks = model.get_submodule(plan.blocks)
         self._keys = list(self._blocks._modules)
         self._stage = mine[0]
-        self._borders = {
-            stage: (_Border(), _Border()) for stage in mine
-        }  # where the stream enters, and where it leaves
+        self._passages = {stage: self._passage_of(stage) for stage in mine}
         self._stand_ins = {stage: self._stand_ins_of(stage) for stage in mine}
         self._whole_forward = model.forward
         model.forward = self._forward
-        self._split = {stage: split for stage in mine if (split := self._split_stream(division[stage])) is not None}
         mark_stages(model, plan.stream)
         mark_stack(self._blocks)
         names_of = self.names_of(model, plan, division)
@@ -148,43 +53,31 @@ class ModelStages:
             block.register_forward_hook(_check_stream)
         mark_places_after((self._keys.index(key), block) for key, block in self._blocks.named_children())
         for stage in mine:
-            self._watch_borders(stage)
+            self._watch(stage)
         self._is_called = False
 
-    def _split_stream(self, blocks: range) -> SplitStream | None:
-        """Let the stream pass between these blocks and those of other stages. How the stream that comes is split; None if it is not."""
-        comes_split = None
-        for at in {blocks[0], blocks[-1]} if blocks else ():
-            block = self._blocks.get_submodule(self._keys[at])
-            if (split := split_of(block)) is None:
-                continue
-            if at == blocks[0] > 0:
-                block.register_forward_pre_hook(split.arrive, with_kwargs=True, prepend=True)
-                comes_split = split
-            if at == blocks[-1] < len(self._keys) - 1:
-                block.register_forward_hook(split.pass_on)
-        return comes_split
+    def _passage_of(self, stage: int) -> Passage:
+        own = self._division[stage]
+        return Passage(
+            is_first=stage == 0,
+            is_last=stage == self.num_stages - 1,
+            comes=self._split(own.start),
+            goes=self._split(own.stop),
+        )
 
-    def _watch_borders(self, stage: int) -> None:
-        """Check that nothing is computed between the blocks of two stages, which would be computed twice."""
-        enter, leave = self._borders[stage]
+    def _split(self, at: int) -> SplitStream | None:
+        """How the stream is split before the block of that number; None before the first one, after the last one, or if it is not."""
+        return split_of(self._blocks.get_submodule(self._keys[at])) if 0 < at < len(self._keys) else None
+
+    def _watch(self, stage: int) -> None:
+        """Let the blocks of a stage tell its passage what they get and return."""
+        passage = self._passages[stage]
 
         def comes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._stage != stage or not enter.is_open or enter.x is None:
-                return  # also where a backward computes a block again
-            enter.is_open = False
-            stream, *others = (*args, *kwargs.values())
-            if not _is_same(stream, enter.x):
-                raise _between()
-            if any(isinstance(x, torch.Tensor) and _is_same(x, enter.x) for x in others):
-                raise ValueError(
-                    f"pipeline: {type(block).__name__} gets the stream of the first block as one more argument; the later stages of a "
-                    "pipeline do not have it"
-                )
+            passage.come(block, *args, *kwargs.values())
 
         def goes(block: nn.Module, args: Any, output: Any) -> None:
-            if self._stage == stage and leave.is_open:
-                leave.last = output
+            passage.go(output)
 
         for at in self._division[stage]:
             block = self._blocks.get_submodule(self._keys[at])
@@ -210,8 +103,8 @@ class ModelStages:
     def _call(self, stage: int, x: torch.Tensor | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if x is None:
             return self.model(*args, **kwargs, **self._plan.options)
-        if stage in self._split and torch.is_grad_enabled():
-            x = self._split[stage].at_place(x)
+        if (split := self._passages[stage].comes) is not None and torch.is_grad_enabled():
+            x = split.at_place(x)
         named = {key: value for key, value in kwargs.items() if key != self._plan.input}
         return self.model(**named, **self._plan.options, **{self._plan.stream: x})
 
@@ -222,22 +115,15 @@ class ModelStages:
                 f"this {type(self.model).__name__} is in stages, of which this rank has some; call step, evaluate or next_logits of "
                 "its pipeline"
             )
-        enter, leave = self._borders[self._stage]
-        is_last = self._stage == self.num_stages - 1
-        leave.is_open = not is_last
-        if self._stage:
-            # What the model computes from it before the blocks is not used.
-            enter.x = leave.last = kwargs[self._plan.stream]
-            enter.is_open = True
+        passage = self._passages[self._stage]
+        # What the model computes from the stream before the blocks is not used.
+        passage.begin(kwargs[self._plan.stream] if self._stage else None)
         try:
             with self._in_place(self._stand_ins[self._stage]):
                 output = self._whole_forward(*args, **kwargs)
-            if leave.is_open or (enter.is_open and not enter.is_met):
-                raise _skipped()
-            return output if is_last else leave.x
+            return output if (stream := passage.end()) is None else stream
         finally:
-            enter.close()
-            leave.close()
+            passage.close()
 
     def _stand_ins_of(self, stage: int) -> dict[str, nn.Module]:
         """What stands in the place of each module that the stage does not have, by name."""
@@ -247,14 +133,14 @@ class ModelStages:
         if stage:
             for name in plan.first:
                 module = self.model.get_submodule(name)
-                found[name] = _Nothing() if isinstance(module, nn.Embedding) else _PassOn(module)
-        enter, leave = self._borders[stage]
+                found[name] = Nothing() if isinstance(module, nn.Embedding) else PassOn(module)
+        passage = self._passages[stage]
         for at in range(own.start):
-            found[names[at]] = _Enter(self.model.get_submodule(names[at]), enter)
+            found[names[at]] = Enter(self.model.get_submodule(names[at]), passage)
             mark_places_after([(at, found[names[at]])])
         if stage < self.num_stages - 1:
             for name in (*names[own.stop :], *plan.last):
-                found[name] = _Leave(self.model.get_submodule(name), leave, is_block=name in names)
+                found[name] = Leave(self.model.get_submodule(name), passage, is_block=name in names)
         return found
 
     @contextmanager

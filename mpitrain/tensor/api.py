@@ -147,7 +147,7 @@ class _Cutter:
                     partial(hooks.check_split, self.ranks, stack, name), prepend=True
                 )
             for name in stack:
-                ends = partial(hooks.arrive, self.ranks, stack), partial(hooks.pass_on, self.ranks)
+                ends = partial(hooks.arrive, self.ranks, stack), partial(hooks.pass_on, self.ranks, stack)
                 mark_split(self.modules[name], SplitStream(self.comm, *ends))
             self.modules[stack[-1]].register_forward_hook(partial(hooks.join_stream, self.ranks))
             self.modules[parent_of(path)].register_forward_hook(partial(hooks.check_joined, self.ranks, stack))

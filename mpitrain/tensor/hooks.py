@@ -134,24 +134,28 @@ def split_stream(
 def check_split(ranks: TensorRanks, blocks: Sequence[str], name: str, module: nn.Module, args: Any) -> None:
     """A forward pre-hook of a stack's other blocks. ValueError if the first one was left out, so the stream is not split."""
     if ranks.stack is not blocks and not in_backward():  # activation checkpointing may repeat one block alone
-        raise ValueError(
-            f"sequence parallelism splits the tokens before {blocks[0]}, but the model calls {name} without it, as layer dropout "
-            "does; call it always, or pass sequence=False to tensor_parallel"
-        )
+        raise ValueError(_not_split(blocks, f"calls {name} without it"))
 
 
-def arrive(ranks: TensorRanks, blocks: Sequence[str], module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A forward pre-hook of a block that gets the stream from another stage; see `SplitStream`."""
-    take = ranks.take_own if torch.is_grad_enabled() else ranks.split
-    args, kwargs = _with_stream(args, kwargs, take)
+def _not_split(blocks: Sequence[str], does: str) -> str:
+    return (
+        f"sequence parallelism splits the tokens before {blocks[0]}, but the model {does}, as layer dropout does; call it always, or "
+        "pass sequence=False to tensor_parallel"
+    )
+
+
+def arrive(ranks: TensorRanks, blocks: Sequence[str], x: torch.Tensor) -> torch.Tensor:
+    """The stream before a block, from another stage; see `SplitStream`."""
     ranks.stack = blocks
-    return args, kwargs
+    return ranks.take_own(x) if torch.is_grad_enabled() else ranks.split(x)
 
 
-def pass_on(ranks: TensorRanks, module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook of a block that passes the stream on to another stage."""
+def pass_on(ranks: TensorRanks, blocks: Sequence[str], x: torch.Tensor) -> torch.Tensor:
+    """The stream after a block, for another stage. ValueError if the first block of the stack was left out."""
+    if ranks.stack is not blocks:
+        raise ValueError(_not_split(blocks, "leaves it out"))
     ranks.stack = None
-    return output if torch.is_grad_enabled() else _with_first(output, ranks.join)
+    return x if torch.is_grad_enabled() else ranks.join(x)
 
 
 def check_joined(ranks: TensorRanks, blocks: Sequence[str], module: nn.Module, args: Any, output: Any) -> None:

@@ -10,6 +10,9 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator
+from mpitrain.parts import part_of
+from mpitrain.stages.api import Pipeline
+from mpitrain.tensor import Style
 
 MICRO = 4
 PLAN = mpitrain.StagePlan(first=("embed",), blocks="blocks", last=("head",), stream="x", input="tokens")
@@ -103,28 +106,141 @@ class Leaping(Model):
         for number, block in enumerate(self.blocks):
             if number not in self.left_out:
                 x = block(x)
+        return self.head(x * 2)  # type: ignore[no-any-return]
+
+
+def check_leaps(model: Leaping, plain: Leaping, pipe: Pipeline) -> None:
+    """The gradients and losses of a model in stages are those of the plain one, the losses also with odd numbers of tokens."""
+    tokens = [each.repeat(1, 2) for each in tokens_of(0)]
+    pipe.step(tokens, lambda logits, micro: loss_of(logits, tokens[micro]), scale=lambda loss: loss / MICRO)
+    torch.stack([loss_of(plain(each), each) for each in tokens]).mean().backward()
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        whole = expected[name].grad
+        assert (param.grad is None) == (whole is None), name
+        if param.grad is not None and whole is not None:
+            part = part_of(param)
+            whole = whole if part is None else part.take(whole)
+            torch.testing.assert_close(param.grad, whole, msg=lambda text, name=name: f"{name}: {text}")
+    odd = tokens_of(0)
+    losses = torch.stack([loss_of(plain(each), each) for each in odd]).detach().double()
+    found = pipe.evaluate(odd, lambda logits, micro: loss_of(logits, odd[micro]))
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("left_out", [(1,), (2,), (0, 1), (1, 2), (2, 3), (0, 1, 2), (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("schedule", "division"), [("1f1b", [2, 2]), ("zb-v", [1, 1, 1, 1]), ("interleaved", [2, 0, 2, 0])]
+)
+def test_a_forward_that_leaves_out_blocks(
+    comm: Communicator, schedule: str, division: list[int], left_out: tuple[int, ...]
+) -> None:
+    """Of a stage, of all stages before one, or of all behind one."""
+    mesh = mpitrain.mesh(comm, pp=2)
+    plain, model = Leaping(), Leaping()
+    plain.left_out = model.left_out = left_out
+    pipe = mpitrain.pipeline(model, mesh["pp"], schedule, micro_batches=MICRO, plan=PLAN, division=division)
+    check_leaps(model, plain, pipe)
+    mesh.free()
+
+
+class Cut(Leaping):
+    """Its blocks are regions of `tensor_parallel`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+CUTS = {"blocks.*.mlp.0": Style("column"), "blocks.*.mlp.2": Style("row")}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("schedule", "division", "left_out"),
+    [
+        ("1f1b", [2, 2], (1,)),
+        ("1f1b", [2, 2], (1, 2)),
+        ("zb-v", [1, 1, 1, 1], (1,)),
+        ("zb-v", [1, 1, 1, 1], (1, 2)),
+        ("interleaved", [2, 0, 1, 1], (1, 2)),
+    ],
+)
+def test_tokens_that_are_split_with_blocks_left_out(
+    comm: Communicator, schedule: str, division: list[int], left_out: tuple[int, ...]
+) -> None:
+    mesh = mpitrain.mesh(comm, pp=2, tp=2)
+    plain, model = Cut(), Cut()
+    plain.left_out = model.left_out = left_out
+    mpitrain.tensor_parallel(model, mesh["tp"], CUTS, sequence=True)
+    pipe = mpitrain.pipeline(model, mesh["pp"], schedule, micro_batches=MICRO, plan=PLAN, division=division)
+    mpitrain.fully_shard(model, mesh, stage=0)
+    if schedule == "zb-v":
+        mpitrain.checkpoint_activations(model)
+    check_leaps(model, plain, pipe)
+    mesh.free()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("left_out", "named"), [((0,), "before blocks.0"), ((0, 1), "before blocks.0"), ((3,), "after blocks.3")]
+)
+def test_tokens_that_are_split_without_the_first_or_last_block(
+    comm: Communicator, left_out: tuple[int, ...], named: str
+) -> None:
+    mesh = mpitrain.mesh(comm, pp=2, tp=2)
+    model = Cut()
+    model.left_out = left_out
+    mpitrain.tensor_parallel(model, mesh["tp"], CUTS, sequence=True)
+    pipe = mpitrain.pipeline(model, mesh["pp"], "gpipe", micro_batches=MICRO, plan=PLAN, division=[1, 3])
+    stage, x = (0, None) if mesh["pp"].rank == 0 else (1, torch.ones(2, 2, 8))
+    if stage == 0 and left_out == (3,):
+        return  # the first stage cannot see it
+    with torch.no_grad(), pytest.raises(ValueError, match=named):
+        pipe.stages(stage, x, (tokens_of(0)[0],), {})
+    mesh.free()
+
+
+class Rounds(Model):
+    """Its forward calls the blocks of these numbers, and has a factor of the embedding."""
+
+    called: tuple[int, ...] = ()
+
+    def forward(self, tokens: torch.Tensor | None = None, x: torch.Tensor | None = None) -> torch.Tensor:
+        x = (self.embed(tokens) if x is None else x) * 3.0
+        for number in self.called:
+            x = self.blocks[number](x)
         return self.head(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("left_out", [(0,), (1,), (2,), (0, 1), (1, 2), (2, 3)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_a_forward_that_leaves_out_blocks(comm: Communicator, schedule: str, left_out: tuple[int, ...]) -> None:
-    """The second of two blocks of a stage, and the first of the next one, are those at the border of the stages."""
+@pytest.mark.parametrize(
+    ("called", "message"),
+    [
+        ((0, 1, 2, 3) * 2, "runs through its stages once"),
+        ((2, 3), "calls none of the blocks of the stages before this"),
+    ],
+)
+def test_what_a_stage_would_compute_twice(comm: Communicator, called: tuple[int, ...], message: str) -> None:
     mesh = mpitrain.mesh(comm, pp=2)
-    plain, model = Leaping(), Leaping()
-    plain.left_out = model.left_out = left_out
-    pipe = mpitrain.pipeline(model, mesh["pp"], schedule, micro_batches=MICRO, plan=PLAN)
-    tokens = tokens_of(0)
-    pipe.step(tokens, lambda logits, micro: loss_of(logits, tokens[micro]), scale=lambda loss: loss / MICRO)
-    for each in tokens:
-        (loss_of(plain(each), each) / MICRO).backward()
-    expected = dict(plain.named_parameters())
-    for name, param in model.named_parameters():
-        assert (param.grad is None) == (expected[name].grad is None), name
-        if param.grad is not None:
-            torch.testing.assert_close(param.grad, expected[name].grad, msg=lambda text, name=name: f"{name}: {text}")
-    mesh.free()
+    model = Rounds()
+    model.called = called
+    pipe = mpitrain.pipeline(model, mesh["pp"], "gpipe", micro_batches=MICRO, plan=PLAN, division=[2, 2])
+    if comm.rank == 0 and len(called) == 2:
+        return  # the first stage cannot see it
+    stage, x = (0, None) if comm.rank == 0 else (1, torch.ones(2, 2, 8))
+    with pytest.raises(ValueError, match=message):
+        pipe.stages(stage, x, (tokens_of(0)[0],), {})
 
 
 @pytest.mark.ranks(2)
