@@ -7,34 +7,54 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from collectives.processes import stat_fields
 
-# Variables in which launchers pass a process its rank. A process was started by a launcher if one of them is set.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
-# Prefixes of a launcher's variables. A child process that inherits these variables would start MPI as a rank, and end the job.
-LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPIR_CVAR_")
+class _Launcher(NamedTuple):
+    """A launcher in words, and the variables that it sets for its ranks.
+
+    `rank`, `size`: this process's rank, and their number; `jobs`: those that name the job; `prefixes`: how the names of all begin that
+    tell of a rank. A child process that inherits these would start MPI as a rank, and end the job.
+    """
+
+    name: str
+    rank: str
+    size: str
+    jobs: tuple[str, ...]
+    prefixes: tuple[str, ...]
+
+
+# Only a rank's own variables of Slurm: a program may need the others to start jobs by srun.
+_OF_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_GTIDS", "SLURM_TASK_PID", "SLURM_STEPID", "SLURM_STEP_")
+_OPEN_MPI = _Launcher("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", (), ("OMPI_",))
+_SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", (), _OF_SLURM)
+_LAUNCHERS = (
+    _OPEN_MPI,
+    _SRUN,  # before the next two, because srun --mpi=pmix and --mpi=pmi2 set their variables beside its own
+    _Launcher("", "PMIX_RANK", "", ("PMIX_NAMESPACE",), ("PMIX_", "PRTE_")),  # Open MPI's mpirun, too; no size
+    _Launcher(
+        "an mpirun of MPICH's family",
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("PMI_JOBID", "PALS_APID", "PMI_PORT"),  # MPICH's own names none, but has a socket to each rank
+        ("PMI_", "PALS_", "HYDI_", "HYDRA_", "MPIR_CVAR_"),
+    ),
+    _Launcher("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", (), ("MV2_COMM_WORLD_",)),
+)
+_SOCKET_VARIABLE = "PMI_FD"
+
+LAUNCHER_PREFIXES = tuple(prefix for each in _LAUNCHERS for prefix in each.prefixes)
 
 ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 """Open MPI's `mpirun --with-ft ulfm` sets it for its ranks; see `is_on`."""
 
-# Variables in which launchers pass the number of ranks, and the launcher's name.
-_SIZE_VARIABLES = {
-    "SLURM_STEP_NUM_TASKS": "srun",  # first, because srun --mpi=pmi2 also sets PMI_SIZE
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "an mpirun of MPICH's family",
-    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
-}
-
 # torchrun, and accelerate launch, which calls it, set the first one. They and deepspeed set all the others; Kubernetes sets some.
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _TORCH_VARIABLES = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")).keys()
+_DROPPED_OF_TORCH = {_TORCHRUN_VARIABLE, *_TORCH_VARIABLES, "LOCAL_WORLD_SIZE", "MASTER_PORT"}
 _SHOWN_CHARACTERS = 200
-
-# Variables in which launchers name the job. MPICH's names none, but has a socket to each rank.
-_JOB_VARIABLES = ("PMIX_NAMESPACE", "PMI_JOBID", "PALS_APID", "PMI_PORT")
-_SOCKET_VARIABLE = "PMI_FD"
 
 _MARK = "MPITRAIN_RANK_PROCESS"
 """The variable in which a rank leaves its process and job: what it starts is no rank."""
@@ -43,9 +63,39 @@ _MARK = "MPITRAIN_RANK_PROCESS"
 def environment_of_program() -> dict[str, str]:
     """The environment for a program that a rank starts, such as `subprocess.run(..., env=collectives.environment_of_program())`.
 
-    It is this process's, without what its launcher has set for it. So the program is no rank, and may be a job of one rank.
+    It is this process's, without what its launcher, or the rank itself for torch.distributed, has set for it. So the program is no
+    rank, and may be a job of one rank.
     """
-    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER_PREFIXES) and name not in _DROPPED_OF_TORCH
+    }
+
+
+class _Told(NamedTuple):
+    """What a launcher has told this process; -1: nothing."""
+
+    launcher: _Launcher
+    rank: int
+    size: int
+
+
+def _told(environ: Mapping[str, str] = os.environ) -> list[_Told]:
+    """What launchers have told this process, in the order of _LAUNCHERS.
+
+    An mpirun may run within a step of srun, whose variables its ranks inherit. They are left out if they say something else.
+    """
+
+    def number(name: str) -> int:
+        return int(text) if (text := environ.get(name, "")).isdigit() else -1
+
+    def contradicts(one: _Told, other: _Told) -> bool:
+        return any(-1 != mine != its != -1 for mine, its in zip(one[1:], other[1:], strict=True))
+
+    told = [_Told(each, number(each.rank), number(each.size)) for each in _LAUNCHERS]
+    told = [each for each in told if each[1:] != (-1, -1)]
+    return [each for each in told if each.launcher is not _SRUN or not any(contradicts(each, other) for other in told)]
 
 
 def launched_rank() -> int:
@@ -55,7 +105,7 @@ def launched_rank() -> int:
 
 def _inherited_rank() -> int:
     """The rank in the launcher's variables, also in the child of a rank; -1 without a launcher."""
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), -1)
+    return next((each.rank for each in _told() if each.rank >= 0), -1)
 
 
 def leave_mark() -> None:
@@ -88,14 +138,14 @@ def _parent_rank() -> int:
     name_here, socket_here = _job()
     if parent == os.getpid() or name != name_here or (not name and _SOCKET_VARIABLE not in os.environ):
         return 0
-    return (
-        parent if socket_here in ("", socket) else 0
-    )  # children do not inherit the socket, and another launcher makes a new one
+    # Children do not inherit the socket, and another launcher makes a new one.
+    return parent if socket_here in ("", socket) else 0
 
 
 def _job() -> tuple[str, str]:
     """The name of this process's job, and the socket to its launcher; "" for what it does not have."""
-    name, socket = next((os.environ[each] for each in _JOB_VARIABLES if os.environ.get(each)), ""), ""
+    names = (os.environ.get(variable, "") for launcher in _LAUNCHERS for variable in launcher.jobs)
+    name, socket = next(filter(None, names), ""), ""
     with suppress(KeyError, ValueError, OSError):
         found = os.fstat(int(os.environ[_SOCKET_VARIABLE]))
         if stat.S_ISSOCK(found.st_mode):
@@ -104,8 +154,8 @@ def _job() -> tuple[str, str]:
 
 
 def launched_size() -> int:
-    """The number of ranks from the launcher's variables, without starting MPI; 1 without a launcher."""
-    return next((int(os.environ[name]) for name in _SIZE_VARIABLES if os.environ.get(name, "").isdigit()), 1)
+    """The number of ranks from the launcher's variables, without starting MPI; 1 without a launcher, or if it does not tell."""
+    return next((each.size for each in _told() if each.size >= 0 and each.rank == _inherited_rank()), 1)
 
 
 def job_name() -> str:
@@ -118,11 +168,13 @@ class Daemon:
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}  # of this process and its wrappers, each with its parent
-        variable = next((name for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), None)
+        variables = [each.launcher.rank for each in _told() if each.rank >= 0]
         process = os.getpid()
-        while variable is not None and (parent := _parent_of(process)) > 1:
+        while variables and (parent := _parent_of(process)) > 1:
             self._parents[process] = parent
-            if not _has_variable(parent, variable):  # the launcher sets it for what it starts
+            if not _has_variables(
+                parent, variables
+            ):  # the launcher sets one for what it starts, and may itself have others
                 break
             process = parent
 
@@ -139,20 +191,21 @@ def _parent_of(process: int) -> int:
     return int(fields[1]) if fields else 0
 
 
-def _has_variable(process: int, name: str) -> bool:
+def _has_variables(process: int, names: Iterable[str]) -> bool:
+    """Whether a process was started with all of these variables."""
     try:
-        return any(
-            each.startswith(f"{name}=".encode()) for each in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        )
+        its = {each.partition(b"=")[0] for each in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")}
     except OSError:  # another user's process: no wrapper
         return False
+    return its.issuperset(map(str.encode, names))
 
 
 def launcher_name(environ: Mapping[str, str] = os.environ) -> str:
     """The launcher of this job in words, from its variables; empty without one."""
-    name = next((launcher for variable, launcher in _SIZE_VARIABLES.items() if environ.get(variable, "").isdigit()), "")
-    version = environ.get("OMPI_VERSION", "") if name == _SIZE_VARIABLES["OMPI_COMM_WORLD_SIZE"] else ""
-    return f"{name} {version}".strip()
+    launcher = next((each.launcher for each in _told(environ) if each.size >= 0), None)
+    if launcher is None:
+        return ""
+    return f"{launcher.name} {environ.get('OMPI_VERSION', '') if launcher is _OPEN_MPI else ''}".strip()
 
 
 def is_on(value: str) -> bool:
@@ -193,23 +246,23 @@ def check_launcher(size: int, library: str, environ: Mapping[str, str] = os.envi
     if size > 1:
         return
     _check_torch_launcher(library, environ)
-    told = {name: int(environ[name]) for name in _SIZE_VARIABLES if environ.get(name, "").isdigit()}
-    if environ.get("SLURM_TASK_PID") != str(os.getpid()):
-        told.pop("SLURM_STEP_NUM_TASKS", None)  # a child process of a task of srun inherits it, and may run alone
-    if not told or min(told.values()) <= 1:
+    # A child process of a task of srun inherits its variables, and may run alone.
+    is_task = environ.get("SLURM_TASK_PID") == str(os.getpid())
+    told = [each for each in _told(environ) if each.size >= 0 and (is_task or each.launcher is not _SRUN)]
+    if not told or min(each.size for each in told) <= 1:
         return
-    name, number = next(iter(told.items()))
-    launcher = _SIZE_VARIABLES[name]
-    if launcher == "srun":
+    launcher, _, number = told[0]
+    if launcher is _SRUN:
         remedy = "pass srun the --mpi= that this library was built for, such as --mpi=pmix (srun --mpi=list shows all values)"
     else:
         remedy = (
             f"start the job by the mpirun of {library}, or let MPI4PY_LIBMPI name the libmpi.so of the launcher's MPI"
         )
     raise RuntimeError(
-        f"{launcher} has started {number} ranks ({name}={number}), but MPI in this process is {library}, which knows 1 rank; expected "
-        f"a launcher and a library of the same MPI, because each rank would be a separate job that writes to the same files: {remedy}. "
-        f"{_to_run_alone(told)}"
+        f"{launcher.name} has started {number} ranks ({launcher.size}={number}), but MPI in this process is {library}, which knows 1 "
+        "rank; expected a launcher and a library of the same MPI, because each rank would be a separate job that writes to the same "
+        f"files: {remedy}. "
+        f"{_to_run_alone(each.launcher.size for each in told)}"
     )
 
 

@@ -13,6 +13,7 @@ from collectives.launcher import (
     check_no_child,
     environment_of_program,
     launched_rank,
+    launched_size,
     launcher_name,
     leave_mark,
 )
@@ -128,6 +129,50 @@ def test_the_launcher_has_a_name() -> None:
     assert launcher_name({"PMI_SIZE": "2", "OMPI_VERSION": "5.0.11"}) == "an mpirun of MPICH's family"
 
 
+def task(rank: int, size: int) -> dict[str, str]:
+    """The variables of a task of srun."""
+    return {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size)}
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "size", "name"),
+    [
+        ({}, -1, 1, ""),
+        (task(1, 3), 1, 3, "srun"),
+        ({**task(1, 3), "PMIX_RANK": "1"}, 1, 3, "srun"),
+        ({**task(1, 3), "PMI_RANK": "1", "PMI_SIZE": "3"}, 1, 3, "srun"),
+        ({"PMIX_RANK": "2"}, 2, 1, ""),
+        ({"MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "3"}, 2, 3, "MVAPICH's mpirun"),
+        # mpirun within a step of srun, and in a batch script
+        *(
+            ({**step, rank_variable: "1", size_variable: "2"}, 1, 2, name)
+            for rank_variable, size_variable, name in (
+                ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
+                ("PMI_RANK", "PMI_SIZE", "an mpirun of MPICH's family"),
+            )
+            for step in (task(0, 1), task(0, 2), task(1, 4), task(3, 4), {"SLURM_PROCID": "0"})
+        ),
+        ({**task(0, 4), "PMIX_RANK": "2"}, 2, 1, ""),
+    ],
+)
+def test_rank_and_size_are_of_one_launcher(
+    environ: dict[str, str], rank: int, size: int, name: str, no_launcher: pytest.MonkeyPatch
+) -> None:
+    for variable, value in environ.items():
+        no_launcher.setenv(variable, value)
+    assert (launched_rank(), launched_size(), launcher_name()) == (rank, size, name)
+
+
+def test_a_program_knows_nothing_of_the_ranks_but_may_start_steps(no_launcher: pytest.MonkeyPatch) -> None:
+    kept = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_STEPMGR": "host", "MV2_ENABLE_AFFINITY": "0", "RANKS": "x"}
+    before = environment_of_program()
+    for variable, value in {**kept, **TORCHRUN, "MASTER_PORT": "1", **task(1, 4), "SLURM_STEPID": "0"}.items():
+        no_launcher.setenv(variable, value)
+    no_launcher.setenv("PALS_APID", "7")
+    no_launcher.setenv("MV2_COMM_WORLD_RANK", "1")
+    assert environment_of_program() == {**before, **kept}
+
+
 def test_a_spawned_process_that_imports_the_main_program_starts_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     check_main_program()
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
@@ -138,7 +183,7 @@ def test_a_spawned_process_that_imports_the_main_program_starts_no_mpi(monkeypat
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in (*os.environ,):
-        if name.startswith((*LAUNCHER_PREFIXES, "MPITRAIN_RANK", "SLURM")):
+        if name.startswith((*LAUNCHER_PREFIXES, "MPITRAIN_RANK", "SLURM", "RANK", "MASTER_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MPITRAIN_RANK_PROCESS", "")  # so that it is as before in the end
     return monkeypatch
