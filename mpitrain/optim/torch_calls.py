@@ -56,9 +56,12 @@ def _total_norm(
 ) -> torch.Tensor:
     """`get_total_norm` of `torch.nn.utils`, and so `clip_grad_norm_`, of whole gradients. Collective if some are spread over ranks."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    spread = {id(param.grad): param for param, _ in all_spread() if param.grad is not None and _needs_ranks(param)}
-    pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(spread.get(id(grad)), grad) for grad in grads]
-    pairs = pairs or [(param, None) for param in _params_without_grads()]
+    pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+    if (params := _params_of_clip()) is not None:
+        pairs = [(param if _needs_ranks(param) else None, param.grad) for param in params]
+    else:
+        spread = {id(param.grad): param for param, _ in all_spread() if param.grad is not None and _needs_ranks(param)}
+        pairs = [(spread.get(id(grad)), grad) for grad in grads]
     ordered = any(param is not None and is_ordered(param) for param, _ in pairs)
     parts = parts_of(pairs, is_ordered=ordered)
     if list(parts) in ([], [None]):
@@ -80,12 +83,16 @@ def _needs_ranks(param: torch.Tensor) -> bool:
     return ranks is not None and (is_ordered(param) or any(comm is not None and comm.size > 1 for comm in ranks))
 
 
-def _params_without_grads() -> list[torch.Tensor]:
-    """The parameters of a call of `clip_grad_norm_` that passes no gradients on, as a frozen stage of a pipeline; other stages do."""
+def _params_of_clip() -> list[torch.Tensor] | None:
+    """The parameters of the call of `clip_grad_norm_` that this is a part of; None outside of one.
+
+    It passes on the gradients that this rank has. But each rank must take part in the sums over other ranks that have more: those of an
+    ignored parameter that this rank has not used, or of a stage of a pipeline while this one is frozen.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _CLIP.__code__:
         frame = frame.f_back
-    return [] if frame is None else list(frame.f_locals["parameters"])
+    return None if frame is None else list(frame.f_locals["parameters"])
 
 
 _CLIP: Any = inspect.unwrap(clip_grad.clip_grad_norm_)

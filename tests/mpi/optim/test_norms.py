@@ -125,6 +125,22 @@ def test_ranks_with_other_gradients_clip_alike(comm: Communicator, stage: int) -
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "without"), [(0, 1), (3, 1), (3, 0)])
+def test_an_ignored_parameter_that_one_rank_has_not_used(comm: Communicator, stage: int, without: int) -> None:
+    """It has no gradient there. In torch's function the other rank waited for this one."""
+    model, plain = spread_over(comm, axes_of(comm), lambda name: name == "head.weight", stage=stage)
+    if comm.rank == without:
+        model.get_parameter("head.weight").grad = None
+    if without == 0:
+        plain.get_parameter("head.weight").grad = None  # that of the first data rank counts
+    bounds: dict[float, float] = {2.0: 0.5, 1.0: 0.25, math.inf: 0.001}
+    for order, bound in bounds.items():
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), bound, order).item()
+        found = nn.utils.clip_grad_norm_(model.parameters(), bound, order).item()
+        assert comm.all_gather_object(found) == pytest.approx([norm] * 2, rel=1e-5)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=str)
 def test_an_overflow_on_one_rank(comm: Communicator, sizes: dict[str, int]) -> None:
     """In an ignored parameter that other stages do not have."""
