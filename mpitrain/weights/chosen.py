@@ -5,7 +5,8 @@ parameter count. A module of whose parameters one is taken takes its own buffers
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -89,13 +90,21 @@ def choose(
 ) -> Chosen | None:
     """What a save, or a load from `there`, takes by the argument `only`, or by the patterns that `there` was saved with; None: all.
 
+    The stages of a pipeline may pass different patterns, such as the names of the parameters that they have: those of all count.
+
     Collective. ValueError or TypeError on all ranks for wrong patterns. Unless the caller expects it, a RuntimeWarning on rank 0 says
     that a checkpoint has only a part of the model.
     """
     if only is None and (there is None or RECORD not in there.meta):
         return None
     with ranks.together(doing):
-        patterns = patterns_of(there.meta[RECORD] if only is None and there is not None else only)  # type: ignore[arg-type]
+        given: Any = there.meta[RECORD] if only is None and there is not None else only
+        is_empty = isinstance(given, Collection) and not len(given)  # as on a stage that trains nothing
+        patterns = () if is_empty else patterns_of(given)
+    if stages is not None and stages.size > 1:
+        patterns = tuple(dict.fromkeys(chain(*stages.all_gather_object(patterns))))
+    with ranks.together(doing):
+        patterns_of(patterns)  # ValueError if no stage has one
     chosen = Chosen(model, patterns, stages)
     with ranks.together(doing):
         if there is None:

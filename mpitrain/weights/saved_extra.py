@@ -30,7 +30,7 @@ class SavedExtraState:
         return self._tensors
 
     def meta(self) -> dict[str, Any]:
-        """Collective. TypeError for a value that a checkpoint cannot keep."""
+        """Collective. TypeError on all ranks for a value that a checkpoint cannot keep."""
         found = extra_states(self._model, self._comm, "mpitrain.save", self._encoded, self._modules)
         return {"extra_state": found} if found else {}
 

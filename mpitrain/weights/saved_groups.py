@@ -2,10 +2,12 @@
 
 The meta has the settings of each group as JSON (plain_values.py), and beside them the names of its parameters. A load finds the group
 of a parameter by its name. So groups may be in another order, and a stage of a pipeline may have only some of a group's parameters.
+The groups of all stages are there one after the other, because stages may number theirs differently.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ _REMEDY = "make the same groups, or pass hyperparameters=False to keep the setti
 
 
 class SavedGroups:
-    """The groups of `optimizer`, whose parameters have `names`. `stages`: the ranks of the pipeline, or None.
+    """The groups of `optimizer`, whose parameters have `names`. `stages`: the ranks of the pipeline, or None; then it is collective.
 
+    A save or a load of a part of the model knows the names of some parameters alone. A group that has others only takes no part.
     `strict`: a load is for exactly the parameters of the checkpoint's optimizer.
     """
 
@@ -37,91 +40,114 @@ class SavedGroups:
         *,
         strict: bool,
     ) -> None:
-        self._groups, self._names, self._strict = optimizer.param_groups, names, strict
         self._stages = stages if stages is not None and stages.size > 1 else None
-        self._taken: list[
-            tuple[dict[str, Any], dict[str, Any], bool]
-        ] = []  # a group, its settings, whether it has no others
+        self._num, self._strict = len(optimizer.param_groups), strict
+        self._groups: dict[int, dict[str, Any]] = {}  # by number
+        self._names: dict[int, list[str]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            known = [names[param] for param in group["params"] if param in names]
+            if known or not group["params"]:
+                self._groups[number], self._names[number] = group, known
+        self._of_stages = [self._names] if self._stages is None else self._stages.all_gather_object(self._names)
+        self._taken: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a group, and all its settings
         self._shared: dict[tuple[int, str], Any] = {}
 
-    def settings(self) -> list[dict[str, Any]]:
+    def settings(self) -> dict[int, dict[str, Any]]:
         """The settings of this rank's groups as JSON. TypeError for one that a checkpoint cannot keep."""
-        return [
-            {
+        return {
+            number: {
                 _text(key, number): encoded(value, f"{key!r} of the optimizer's group {number}")
                 for key, value in group.items()
                 if key not in _OWN
             }
-            for number, group in enumerate(self._groups)
-        ]
+            for number, group in self._groups.items()
+        }
 
-    def meta(self, settings: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the checkpoint has of them. Collective over the stages of a pipeline, whose groups become one list."""
-        mine = list(zip(settings, self._names_of_groups(), strict=True))
-        of_stages = [mine] if self._stages is None else self._stages.all_gather_object(mine)
-        merged: dict[tuple[int, str], tuple[dict[str, Any], list[str]]] = {}
-        for theirs in of_stages:
-            for number, (its, names) in enumerate(theirs):
-                merged.setdefault((number, json.dumps(its, sort_keys=True)), (its, []))[1].extend(names)
-        found = [merged[key] for key in sorted(merged)]
-        return {"groups": [its for its, _ in found], "names": [list(dict.fromkeys(names)) for _, names in found]}
+    def meta(self, settings: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """What the checkpoint has of them. Collective over the stages of a pipeline.
 
-    def begin(self, there: There, every_name: Sequence[str]) -> None:
-        """Find the settings that `take` gives to the groups. ckpt.CheckpointError if the groups there are others.
-
-        `every_name`: of the optimizers of all stages.
+        A group that is empty on all stages is there once, and else where it has parameters.
         """
+        of_stages = [settings] if self._stages is None else self._stages.all_gather_object(settings)
+        done = {number for names in self._of_stages for number, its in names.items() if its}
+        found: dict[str, Any] = {"groups": [], "names": []}
+        for theirs, names in zip(of_stages, self._of_stages, strict=True):
+            for number, its in names.items():
+                if its or number not in done:
+                    found["groups"].append(theirs[number])
+                    found["names"].append(list(dict.fromkeys(its)))
+                    done.add(number)
+        return found
+
+    def begin(self, there: There) -> None:
+        """Find the settings that `take` gives to the groups. ckpt.CheckpointError if the groups there are others."""
         saved = there.meta["optimizer"]
         groups, names = saved["groups"], saved.get("names")
-        if names is None:  # saved by an older version
-            if len(groups) != len(self._groups):
-                raise ckpt.CheckpointError(
-                    f"{there.path}: the optimizer has {len(groups)} parameter groups there, {len(self._groups)} here; {_REMEDY}"
-                )
-            self._taken = [self._decoded(*pair, is_all=False) for pair in zip(self._groups, groups, strict=True)]
-            return
+        if names is not None:
+            places = self._places(there.path, names, [json.dumps(its, sort_keys=True) for its in groups])
+        elif len(groups) == self._num:
+            places = {number: number for number in self._groups}  # saved by an older version: their order decides
+        else:
+            raise ckpt.CheckpointError(
+                f"{there.path}: the optimizer has {len(groups)} parameter groups there, {self._num} here; {_REMEDY}"
+            )
+        self._taken = []
+        for number, place in places.items():
+            group = self._groups[number]
+            kept = group if names is None else {}  # older versions did not save all settings
+            self._taken.append((group, kept | self._decoded(group, groups[place])))
+
+    def _places(self, path: str, names: list[list[str]], settings: list[str]) -> dict[int, int]:
+        """By number of a group here the number of the settings that it takes. Those of which nothing is there keep theirs."""
         place = {name: number for number, its in enumerate(names) for name in its}
         if self._strict:
-            _check_names(there.path, place, every_name)
-        self._taken = []
+            _check_names(path, place, [name for its in self._of_stages for name in chain(*its.values())])
+        found: dict[int, int] = {}
         taken_by: dict[int, int] = {}
-        for number, (group, its) in enumerate(zip(self._groups, self._names_of_groups(), strict=True)):
-            found = {place[name]: name for name in its if name in place}
-            if not its and len(groups) == len(self._groups):
-                found = {number: ""}  # without names the order decides
-            if len(found) > 1:
+        for number, its in self._names.items():
+            name_at = {place[name]: name for name in its if name in place}
+            if (num := len({settings[at] for at in name_at})) > 1:
                 raise ckpt.CheckpointError(
-                    f"{there.path}: {some(list(found.values()))} are in one parameter group here, in {len(found)} there; {_REMEDY}"
+                    f"{path}: {some(list(name_at.values()))}, whose settings differ there, are in one parameter group here, in "
+                    f"{num} there; {_REMEDY}"
                 )
-            for which, name in found.items():
-                if name and taken_by.setdefault(which, number) != number:
+            for at in name_at:
+                if taken_by.setdefault(at, number) != number:
                     raise ckpt.CheckpointError(
-                        f"{there.path}: {some(names[which])} are in one parameter group there, in several here; {_REMEDY}"
+                        f"{path}: {some(names[at])} are in one parameter group there, in several here; {_REMEDY}"
                     )
-                self._taken.append(self._decoded(group, groups[which], is_all=True))
+            if name_at:
+                found[number] = min(name_at)
+        return found | self._places_of_empty(place, names, settings)
+
+    def _places_of_empty(self, place: Mapping[str, int], names: list[list[str]], settings: list[str]) -> dict[int, int]:
+        """The same of the groups without parameters. One may have its parameters on other stages; else the order decides."""
+        empty = [number for number, its in self._names.items() if not its]
+        found: dict[int, int] = {}
+        for number in empty:
+            its = {place[name] for others in self._of_stages for name in others.get(number, ()) if name in place}
+            if len({settings[at] for at in its}) == 1:
+                found[number] = min(its)
+        here = [number for number in empty if number not in found]
+        there = [at for at, its in enumerate(names) if not its]
+        return found | (dict(zip(here, there, strict=True)) if len(here) == len(there) else {})
 
     def take(self) -> None:
         """Give the groups the settings that `begin` found."""
-        for group, settings, is_all in self._taken:
-            for key in [key for key in group if is_all and key not in settings and key not in _OWN]:
+        for group, settings in self._taken:
+            for key in [key for key in group if key not in settings and key not in _OWN]:
                 del group[key]
             group.update(settings)
         self._taken = []
 
-    def _names_of_groups(self) -> list[list[str]]:
-        """A load with `only=` or a save of a part knows some of the parameters alone."""
-        return [[self._names[param] for param in group["params"] if param in self._names] for group in self._groups]
-
-    def _decoded(
-        self, group: dict[str, Any], saved: Mapping[str, Any], *, is_all: bool
-    ) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    def _decoded(self, group: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
         device = next((param.device for param in group["params"]), torch.device("cpu"))
         settings = {}
         for key, value in saved.items():
             settings[key] = decoded(value, lambda each: small_tensor(each, device))
             if isinstance(group.get(key), torch.Tensor):  # groups may share a tensor that a scheduler writes to
                 settings[key] = self._shared.setdefault((id(group[key]), json.dumps(value)), settings[key])
-        return group, settings, is_all
+        return settings
 
 
 def _text(key: Any, number: int) -> str:

@@ -5,7 +5,6 @@ same on all ranks.
 """
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,20 +12,25 @@ from torch import nn
 
 import ckpt
 from ckpt.convert.formats.safetensors import some
-from ckpt.ranks import Solo
+from ckpt.ranks import ranks_of
 from collectives import Communicator
+from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.held import Held
 from mpitrain.weights.plain_values import decoded, encoded, small_tensor
 from mpitrain.weights.saved import StoredTensor, There
 from mpitrain.weights.saved_groups import SavedGroups
 
+_NUMBERS = {"step", "mu_product", "eta", "mu", "t", "H_diag"}
+"""The tensors in the state of torch's optimizers that are one number for a whole parameter. So are those in lists, such as ro[0]."""
+
 
 class SavedOptimizer:
     """The state of `optimizer`. `names`: of its parameters. `copies`: of local steps, in which each copy has its own; or None.
 
-    `stages`: the ranks of the pipeline, or None. `hyperparameters`: whether a load also takes the settings, such as lr. `strict`: a
-    load is for exactly the parameters of the checkpoint; else those that the checkpoint does not have keep their state.
+    `comm`: the ranks of the model, or None. `stages`: the ranks of the pipeline, or None. `hyperparameters`: whether a load also takes
+    the settings, such as lr. `strict`: a load is for exactly the parameters of the checkpoint; else those that the checkpoint does not
+    have keep their state.
 
     After a load the optimizer is as the one that was saved: state that was not there is gone.
     """
@@ -38,17 +42,15 @@ class SavedOptimizer:
         names: Mapping[nn.Parameter, str],
         *,
         copies: SavedCopies | None,
+        comm: Communicator | None,
         stages: Communicator | None,
         hyperparameters: bool = True,
         strict: bool = True,
     ) -> None:
         self._model, self._optimizer, self._names, self._copies = model, optimizer, names, copies
-        self._stages = stages if stages is not None and stages.size > 1 else None
+        self._ranks, self._stages = ranks_of(comm), stages if stages is not None and stages.size > 1 else None
         self._takes_settings, self._strict = hyperparameters, strict
         self._groups = SavedGroups(optimizer, names, stages, strict=strict)
-        self._every_name = list(names.values())  # of all stages
-        if self._stages is not None:
-            self._every_name = list(chain(*self._stages.all_gather_object(self._every_name)))
         self._loaded: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
 
     def tensors(self) -> dict[str, Any]:
@@ -60,11 +62,11 @@ class SavedOptimizer:
         }
 
     def meta(self) -> dict[str, Any]:
-        """Collective if the model is a pipeline: numbers in the state of a parameter are known to its stage alone.
+        """Collective: TypeError on all ranks if one has a value that a checkpoint cannot keep.
 
-        TypeError for a value that a checkpoint cannot keep.
+        Numbers in the state of a parameter are known to its stage of a pipeline alone.
         """
-        with (Solo() if self._stages is None else self._stages).together("mpitrain.save"):
+        with self._ranks.together("mpitrain.save"):
             settings = self._groups.settings()
             numbers = {name: its for param, name in self._names.items() if (its := self._numbers_of(param, name))}
             others = [
@@ -73,10 +75,26 @@ class SavedOptimizer:
                 if not isinstance(key, torch.Tensor)
             ]
             _check_whole(self._optimizer)
+        found = {"kind": type(self._optimizer).__name__, **self._groups.meta(settings)}
+        of_stages = [(numbers, self._cut_of_scalars(), others)]
         if self._stages is not None:
-            numbers = {name: its for theirs in self._stages.all_gather_object(numbers) for name, its in theirs.items()}
-        found = {"kind": type(self._optimizer).__name__, **self._groups.meta(settings), "state": numbers}
-        return {"optimizer": {**found, "others": others} if others else found}
+            of_stages = self._stages.all_gather_object(of_stages[0])
+        found["state"] = {name: its for theirs, *_ in of_stages for name, its in theirs.items()}
+        found["cut"] = {name: keys for _, theirs, _ in of_stages for name, keys in theirs.items()}
+        if first := next((theirs for *_, theirs in of_stages if theirs), None):
+            found["others"] = first
+        return {"optimizer": found}
+
+    def _cut_of_scalars(self) -> dict[str, list[str]]:
+        """The keys of the state of each scalar parameter that is cut as the parameter is; the shapes in a checkpoint do not show it.
+
+        Parameters that are not sharded are left out: here, too, a number for the whole parameter has the shape of its state.
+        """
+        sharded, found = params_by_shard(self._model), dict[str, list[str]]()
+        for param, name in self._names.items():
+            if param in sharded and not sharded[param].full.shape:
+                found[name] = [key for key, value in self._tensors_of(param).items() if value.shape == param.shape]
+        return found
 
     def _tensors_of(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """The tensors in the state of a parameter by key. Those in a list or a dict have the keys KEY[0], KEY[1], ..."""
@@ -112,7 +130,7 @@ class SavedOptimizer:
                 "or pass hyperparameters=False to load only the state"
             )
         if self._takes_settings:
-            self._groups.begin(there, self._every_name)
+            self._groups.begin(there)
 
     def room(self, there: There) -> dict[str, Any]:
         self._check(there)
@@ -229,9 +247,12 @@ def _stored(there: There) -> dict[str, list[tuple[str, StoredTensor, bool]]]:
             param = there.tensors.get(f"model/{name}")
             entries.append((name, key, tensor, None if param is None else param.shape))
     # For a scalar parameter, Adam's step and its means have the same shape; for other parameters the shapes differ.
-    numbers = {"step"} | {key for _, key, tensor, of_param in entries if not tensor.shape and of_param}
+    cut = there.meta["optimizer"].get("cut", {})
+    numbers = _NUMBERS | {key for _, key, tensor, of_param in entries if not tensor.shape and of_param}
     found: dict[str, list[tuple[str, StoredTensor, bool]]] = {}
     for name, key, tensor, of_param in entries:
-        has_rows = tensor.shape == of_param and (bool(tensor.shape) or key not in numbers)
+        has_rows = tensor.shape == of_param
+        if has_rows and not tensor.shape:  # a parameter that was not sharded, or an older checkpoint: the key decides
+            has_rows = key in cut[name] if name in cut else key not in numbers and "[" not in key
         found.setdefault(name, []).append((key, tensor, has_rows))
     return found

@@ -31,6 +31,7 @@ from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
+from mpitrain.weights.agreed import agreed_optimizer
 from mpitrain.weights.buffers import as_on_first_holder, warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.chosen import RECORD, Chosen, choose
@@ -124,29 +125,35 @@ def collect(
 ) -> Collected:
     """The state that `save` writes, with the same arguments. Collective."""
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
-    everything: dict[str, Any] = {}
-    described: dict[str, Any] = dict(meta or {})
     ranks, doing = ranks_of(comm), "mpitrain.save"
+    everything: dict[str, Any] = {}
     with ranks.together(doing):
+        described, own = dict[str, Any](meta or {}), dict[str, Any](tensors or {})
+        names = names_of(model, optimizer)
         if ema is not None:
             ema.check_apart()
+    optimizer = agreed_optimizer(optimizer, ema, only, ranks, stages, doing)
     chosen = choose(model, only, ranks, stages, doing)
     if chosen is not None:
         described[RECORD] = list(chosen.patterns)
-    for kind in _kinds(model, optimizer, names_of(model, optimizer), ema, stages, chosen):
-        described |= kind.meta()  # first: it raises errors on all ranks
-        everything |= kind.tensors() if chosen is None else chosen.of(kind.tensors())
+    kinds = _kinds(model, optimizer, names, ema, comm, stages, chosen)
+    for kind in kinds:
+        described |= kind.meta()
+    with ranks.together(doing):
+        for kind in kinds:
+            everything |= kind.tensors() if chosen is None else chosen.of(kind.tensors())
     holders = holders_of(model, comm if stages is None else None)
     everything, of_first = as_on_first_holder(model, everything, holders)
     of_model = {path.removeprefix("model/"): value for path, value in of_first.items() if path.startswith("model/")}
     warn_of_differences(of_model, comm, doing, stacklevel=4)
-    everything = dict(tensors or {}) | everything
+    everything = own | everything
     if stages is not None and comm is not None and stages.size > 1:
         everything = with_other_stages(everything, stages, comm, of_first=of_first)
     elif comm is not None and comm.size > 1:
         is_first = is_first_holder(model, comm)
         everything |= {name: of_one_rank(value, is_mine=is_first) for name, value in of_first.items()}
-    return Collected(_on_host(everything), described, comm)
+    with ranks.together(doing):
+        return Collected(_on_host(everything), described, comm)
 
 
 def load(
@@ -187,19 +194,21 @@ def load(
     source = OnDisk(path, copies) if isinstance(path, str | os.PathLike) else path
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     ranks, doing = ranks_of(comm), "mpitrain.load"
-    names = names_of(model, optimizer)  # first, because its error needs no checkpoint
 
     def read(wanted: Mapping[str, Any], **more: Any) -> None:
         source.load(wanted, comm=comm, verify=verify, **more)
 
-    if ema is not None:
-        ema.check_apart()
+    with ranks.together(doing):  # first, because these errors need no checkpoint
+        names = names_of(model, optimizer)
+        if ema is not None:
+            ema.check_apart()
+    optimizer = agreed_optimizer(optimizer, ema, only, ranks, stages, doing)
     if isinstance(source, OnDisk):
         source.wait(comm)
     there = on_rank0(ranks, lambda: look(str(source), source.entries()), doing)
     chosen = choose(model, only, ranks, stages, doing, there, is_expected=not strict)
     kinds = _kinds(
-        model, optimizer, names, ema, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read
+        model, optimizer, names, ema, comm, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read
     )
     if (diloco := diloco_of(model)) is not None:
         diloco.load_state_dict(
@@ -233,6 +242,7 @@ def _kinds(
     optimizer: torch.optim.Optimizer | None,
     names: Mapping[nn.Parameter, str],
     ema: EMA | None,
+    comm: Communicator | None,
     stages: Communicator | None,
     chosen: Chosen | None,
     *,
@@ -247,13 +257,13 @@ def _kinds(
     if chosen is not None:  # the parameters that are not chosen keep their state in the optimizer
         names, strict = {param: name for param, name in names.items() if name in chosen.names}, False
     of_part = None if chosen is None else chosen.names
-    kinds: list[Saved] = [SavedModel(model, ema, of_part), SavedExtraState(model, ranks_of_model(model), of_part)]
+    kinds: list[Saved] = [SavedModel(model, ema, of_part), SavedExtraState(model, comm, of_part)]
     copies = None
     if (diloco := diloco_of(model)) is not None:
         kinds.append(copies := SavedCopies(model, diloco, optimizer, names))
     if optimizer is not None:
         options = {"hyperparameters": hyperparameters, "strict": strict}
-        kinds.append(SavedOptimizer(model, optimizer, names, copies=copies, stages=stages, **options))
+        kinds.append(SavedOptimizer(model, optimizer, names, copies=copies, comm=comm, stages=stages, **options))
     if (compression := compression_of(model)) is not None:
         kinds.append(SavedCompression(compression, stages, read, of_part))
     return kinds

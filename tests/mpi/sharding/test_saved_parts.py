@@ -249,3 +249,20 @@ def test_models_that_are_divided(comm: Communicator, shared_tmp: Path, way: str,
         assert torch.equal(value, expected[name] if is_there else torch.zeros_like(value)), name
     with pytest.raises(ValueError, match="no tensor's name matches 'norms'"):
         mpitrain.save(shared_tmp / "b", first, only="norms")
+
+
+@pytest.mark.ranks(2)
+def test_each_stage_passes_the_names_that_it_has(comm: Communicator, shared_tmp: Path) -> None:
+    """Those of all stages are recorded, so a load without them takes the whole part."""
+    first, _ = a_llama(comm, "pp")
+    names = [name for name, _ in first.named_parameters() if "mlp" in name]
+    mpitrain.save(shared_tmp / "a", first, only=names)
+    other, _ = a_llama(comm, "pp")
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    meta = mpitrain.load(shared_tmp / "a", other, strict=False)
+    assert set(meta["saved_only"]) == {name for name in tied_llama().state_dict() if "mlp" in name} > set(names)
+    for name, param in other.named_parameters():
+        expected = dict(first.named_parameters())[name] if "mlp" in name else torch.zeros_like(param)
+        assert torch.equal(param, expected), name

@@ -347,6 +347,131 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(comm, shared_tm
     assert_alike(dict(other.state_dict()), before)
 
 
+@pytest.mark.ranks(2)
+def test_an_error_of_one_rank_is_one_of_all(comm, shared_tmp: Path) -> None:
+    """Also if a rank passes fewer arguments. The ranks go on alike: the next case would end the job."""
+
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> Any:
+            if comm.rank:
+                raise LookupError("no extra state today")
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    def odd(*, group: Any = None, state: Any = None) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["mine"] = group if comm.rank else None
+        optimizer.state[model.one]["mine"] = state if comm.rank else torch.ones(2)
+        return optimizer
+
+    def on_last(value: Any, other: Any = None) -> Any:
+        return value if comm.rank else other
+
+    model = sharded(0, comm)
+    optimizer, ema = adamw(model), mpitrain.EMA(model, 0.5)
+    mpitrain.save(shared_tmp / "there", model, optimizer, ema=ema)
+    foreign = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    cases: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+        (mpitrain.save, (model, odd(group=object())), {}, TypeError, "'mine' of the optimizer's group 0 is a object"),
+        (
+            mpitrain.save,
+            (model, odd(state=object())),
+            {},
+            TypeError,
+            "'mine' of the optimizer's state of one is a object",
+        ),
+        (mpitrain.save, (model, odd(state=torch.ones(2).to_sparse())), {}, RuntimeError, "rank 1 of 2"),
+        (mpitrain.save, (fully_shard(Odd(4, 4), comm),), {}, LookupError, "no extra state today"),
+        (mpitrain.save, (model, optimizer), {"meta": on_last([3])}, TypeError, "rank 1 of 2"),
+    ]
+    for call in (mpitrain.save, mpitrain.load):
+        cases += [
+            (call, (model, on_last([optimizer], optimizer)), {}, TypeError, "optimizer is a list; expected one"),
+            (call, (model, on_last(foreign, optimizer)), {}, ValueError, "that the model does not have"),
+            (
+                call,
+                (model, on_last(optimizer)),
+                {},
+                ValueError,
+                "optimizer is None on rank 0 alone; pass it on all ranks",
+            ),
+            (
+                call,
+                (model,),
+                {"ema": on_last(None, ema)},
+                ValueError,
+                "ema is None on rank 1 alone; pass it on all ranks",
+            ),
+            (
+                call,
+                (model,),
+                {"only": on_last("*bias")},
+                ValueError,
+                "only is None on rank 0 alone; pass it on all ranks",
+            ),
+            (call, (model,), {"only": on_last([], ["*bias"])}, ValueError, "only is empty"),
+        ]
+    for call, args, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            call(shared_tmp / ("saved" if call is mpitrain.save else "there"), *args, **options)
+    mpitrain.load(shared_tmp / "there", model, optimizer, ema=ema)
+
+
+SCALARS: dict[str, tuple[int, Callable[[Any], torch.optim.Optimizer]]] = {
+    "lbfgs": (0, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)),
+    "nadam": (3, lambda model: torch.optim.NAdam([model.scale])),
+    "asgd": (3, lambda model: torch.optim.ASGD([model.scale], t0=1)),
+    "adam": (3, lambda model: torch.optim.Adam(model.parameters(), lr=0.1)),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", SCALARS)
+def test_the_state_of_a_scalar_parameter(comm, shared_tmp: Path, kind: str) -> None:
+    """It is the first one, which has all of LBFGS's state; or the only one. From a plain model, too."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.scale
+
+    stage, optimizer_of = SCALARS[kind]
+
+    def made(*, is_plain: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Scaled() if is_plain else fully_shard(Scaled(), comm, stage=stage)
+        return model, optimizer_of(model)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.arange(12.0).view(4, 3).sin()).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    first, plain = made(), made(is_plain=True)
+    for pair in (first, plain):
+        train(*pair)
+    mpitrain.save(shared_tmp / "a", *first)
+    mpitrain.save(shared_tmp / "plain", *plain, comm=comm)
+    at_save = snapshot(*first)
+    train(*first)
+    for path in ("a", "plain"):
+        other = made()
+        mpitrain.load(shared_tmp / path, *other)
+        tolerance = {} if path == "a" else {"rtol": 1e-5, "atol": 1e-6}
+        assert_alike(snapshot(*other), at_save, **tolerance)
+        train(*other)
+        assert_alike(snapshot(*other)[0], snapshot(*first)[0], **tolerance)
+
+
 def test_an_optimizer_that_has_not_stepped_yet(comm, shared_tmp: Path) -> None:
     model = sharded(0, comm)
     mpitrain.save(shared_tmp / "saved", model, adamw(model))

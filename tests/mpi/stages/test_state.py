@@ -129,6 +129,68 @@ def test_each_stage_finds_its_settings(comm: Communicator, shared_tmp: Path, to:
         mpitrain.save(shared_tmp / "other", first, optimizer)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_same", [False, True])
+def test_a_stage_may_number_its_groups_in_its_own_way(comm: Communicator, shared_tmp: Path, is_same: bool) -> None:
+    """A stage without an embedding leaves its group out. With the same settings for all, as at the first step of a warm-up, too."""
+
+    def made(division: list[int] | None, *, has_empty: bool = False) -> tuple[LanguageModel, torch.optim.Optimizer]:
+        model = gpt()
+        mesh = mpitrain.mesh(comm, pp=1 if division is None else 2)
+        if division is not None:
+            pipeline(model, mesh["pp"], micro_batches=MICRO, division=division)
+        mpitrain.fully_shard(model, mesh)
+        params: list[list[nn.Parameter]] = [[], [], []]
+        for name, param in model.named_parameters():
+            params[0 if name[:2] in ("wt", "wp") else 1 if param.ndim > 1 else 2].append(param)
+        groups = [{"params": its, "lr": 1.0 if is_same else 1.0 + number} for number, its in enumerate(params)]
+        return model, torch.optim.AdamW([group for group in groups if group["params"] or has_empty])
+
+    rates = [1.0, 1.0, 1.0] if is_same else [1.0, 2.0, 3.0]
+    num_layers = len(gpt().blocks)
+    mpitrain.save(shared_tmp / "state", *made([2, num_layers - 2]))
+    for division, has_empty in (([1, num_layers - 1], False), (None, False), ([2, num_layers - 2], True)):
+        model, optimizer = made(division, has_empty=has_empty)
+        for group in optimizer.param_groups:
+            group["lr"] = 9.0
+        mpitrain.load(shared_tmp / "state", model, optimizer)
+        assert [group["lr"] for group in optimizer.param_groups] == rates[-len(optimizer.param_groups) :]
+
+
+@pytest.mark.ranks(2)
+def test_a_stage_that_trains_nothing(comm: Communicator, shared_tmp: Path) -> None:
+    """It has no optimizer, and no name to pass as `only`."""
+
+    def made(num_stages: int, factor: float) -> tuple[LanguageModel, torch.optim.Optimizer | None, list[str]]:
+        model = gpt()
+        for name, param in model.named_parameters():
+            param.data *= factor
+            param.requires_grad_("head" in name)
+        in_layout(comm, model, (num_stages, 3, "1f1b"))
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        optimizer = torch.optim.SGD(trained.values(), lr=0.1 * factor, momentum=0.5) if trained else None
+        for param in trained.values():
+            param.grad = torch.ones_like(param)
+        return model, optimizer, list(trained)
+
+    model, optimizer, names = made(2, 1)
+    assert (optimizer is None) == (not names) == (comm.rank == 0)
+    if optimizer is not None:
+        optimizer.step()
+    for path, only in (("all", None), ("part", names)):
+        mpitrain.save(shared_tmp / path, model, optimizer, only=only)
+    assert "optimizer/momentum_buffer/head.weight" in ckpt.open(shared_tmp / "part")
+    expected = mpitrain.full_state_dict(model)
+    for num_stages, path in ((2, "all"), (2, "part"), (1, "all")):
+        other, its_optimizer, its_names = made(num_stages, 2)
+        mpitrain.load(shared_tmp / path, other, its_optimizer, only=its_names if path == "part" else None)
+        for name, value in mpitrain.full_state_dict(other).items():
+            assert torch.equal(value, expected[name] if path == "all" or "head" in name else 2 * expected[name]), name
+        if its_optimizer is not None:
+            assert its_optimizer.param_groups[0]["lr"] == 0.1
+            assert {tuple(its) for its in its_optimizer.state.values()} == {("momentum_buffer",)}
+
+
 @pytest.mark.ranks(2, 4)
 def test_without_sharding(comm: Communicator, shared_tmp: Path) -> None:
     plain, model, other = counted(), counted(), counted()

@@ -201,6 +201,42 @@ def test_groups_are_found_by_the_names_of_their_parameters(tmp_path: Path) -> No
         mpitrain.load(tmp_path / "one", *in_groups("b+w"))
 
 
+def test_groups_with_equal_settings_may_become_one(tmp_path: Path) -> None:
+    saved = in_groups("w+b")
+    for group in saved[1].param_groups:
+        group["weight_decay"] = 0.5
+    mpitrain.save(tmp_path / "c", *saved)
+    other = in_groups("wb")
+    mpitrain.load(tmp_path / "c", *other)
+    assert decays(other) == decays(saved)
+
+
+@pytest.mark.parametrize("saved_only", [None, "*weight"])
+@pytest.mark.parametrize("order", ["w+b", "b+w"])
+def test_a_group_of_which_nothing_is_loaded_keeps_its_settings(
+    tmp_path: Path, order: str, saved_only: str | None
+) -> None:
+    saved = in_groups("w+b", own="there")
+    mpitrain.save(tmp_path / "c", *saved, only=saved_only)
+    other = in_groups(order)
+    before = decays(other)
+    mpitrain.load(tmp_path / "c", *other, only="*weight")
+    assert decays(other) == {"0.weight": 0, "2.weight": 0, **{name: before[name] for name in ("0.bias", "2.bias")}}
+    has_own = [group.get("own") for group in other[1].param_groups]
+    assert has_own == ["there" if kind == "w" else None for kind in order.split("+")]
+
+
+def test_a_group_without_parameters_takes_the_settings_of_one(tmp_path: Path) -> None:
+    saved = in_groups("w+x+b+x")
+    mpitrain.save(tmp_path / "c", *saved)
+    other = in_groups("x+b+w+x")
+    mpitrain.load(tmp_path / "c", *other)
+    assert [group["weight_decay"] for group in other[1].param_groups] == [1 / 8, 2 / 8, 0, 3 / 8]
+    fewer = in_groups("x+b+w")
+    mpitrain.load(tmp_path / "c", *fewer)
+    assert [group["weight_decay"] for group in fewer[1].param_groups] == [0, 2 / 8, 0], "not which one it is"
+
+
 def test_settings_that_the_checkpoint_does_not_have_go(tmp_path: Path) -> None:
     model, optimizer = in_groups("w+b")
     mpitrain.save(tmp_path / "c", model, optimizer)
