@@ -2,9 +2,11 @@
 
 [Note: objects] A rank whose object cannot be pickled sends the error in its place, so that all ranks raise it and none waits. To
 unpickle an object runs code of its classes, which may fail on some ranks alone. So the ranks tell each other afterwards whether it
-failed, but not of objects without classes (numbers, text, tuples, lists, dicts), which cannot fail.
+failed, but not of objects without classes (numbers, text, tuples, lists, dicts), which cannot fail. mpi4py's `MPI.pickle` may have
+other functions than pickle's, such as cloudpickle's: then the ranks tell each other of every object.
 """
 
+import gc
 import io
 import pickle
 from collections.abc import Callable, Mapping
@@ -16,7 +18,7 @@ from collectives import diagnosis
 from collectives.communicator.arguments import rank_of
 from collectives.communicator.transports import Transports
 from collectives.diagnosis.recorder import Recorder
-from collectives.diagnosis.together import Report, joined, raised_on
+from collectives.diagnosis.together import Report, joined, raised_on, report_of
 from collectives.progress.queue import AsyncQueue
 from collectives.progress.work import Arrived, Work
 from collectives.transports.node.meeting import IN_ORDER
@@ -78,14 +80,14 @@ class Control:
 
     def _unpickled(self, doing: str, sent: Mapping[int, bytes]) -> list[Any]:
         """The objects that ranks have sent, by rank: see [Note: objects]."""
-        loaders = {rank: _Loader(io.BytesIO(data)) for rank, data in sent.items()}
+        loaders = {rank: _loader(data) for rank, data in sent.items()}
         found: list[Any] = []
         error, report = None, None
         for rank, loader in loaders.items():
             try:
                 found.append(loader.load())
             except Exception as raised:
-                error, report = raised, _report(raised, f"the object of rank {rank} cannot be unpickled")
+                error, report = raised, report_of(raised, f"the object of rank {rank} cannot be unpickled")
                 break
         if any(loader.has_classes for loader in loaders.values()):
             self._raise_together(doing, dict(enumerate(self._mpi.allgather(report))), error)
@@ -110,13 +112,32 @@ class _Loader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _OtherLoader:
+    """Unpickles by the functions that the program has given `MPI.pickle`."""
+
+    has_classes = True  # perhaps
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def load(self) -> Any:
+        from mpi4py import MPI
+
+        return MPI.pickle.loads(self._data)
+
+
+def _loader(data: bytes) -> _Loader | _OtherLoader:
+    from mpi4py import MPI
+
+    # MPI.pickle has no attribute that tells its function.
+    return _Loader(io.BytesIO(data)) if pickle.loads in gc.get_referents(MPI.pickle) else _OtherLoader(data)
+
+
 def _pickled(obj: Any) -> "tuple[bytes | Report, Exception | None]":
     """What is sent for an object, and the error that it stands for."""
     try:
-        return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), None
+        from mpi4py import MPI
+
+        return MPI.pickle.dumps(obj), None
     except Exception as error:
-        return _report(error, "the object cannot be pickled"), error
-
-
-def _report(error: Exception, what: str) -> Report:
-    return type(error).__module__, type(error).__qualname__, f"{what}: {error}"
+        return report_of(error, "the object cannot be pickled"), error

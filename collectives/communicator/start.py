@@ -31,6 +31,7 @@ def world() -> Communicator:
     """
     global _world
     if _world is None or _world.is_freed:
+        check_main_program()
         check_no_child()
         try:
             progress = _stand_ready()
@@ -56,7 +57,6 @@ def restart() -> Communicator:
 @functools.cache
 def _stand_ready() -> Progress:
     """Set up the process, once, however many worlds it makes. Collective."""
-    check_main_program()
     finalize.take_over()  # its exit hook runs after all hooks that are registered later
     from mpi4py import MPI
 

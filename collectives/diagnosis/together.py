@@ -45,7 +45,7 @@ def joined(
         yield
     except Exception as raised:
         error = raised
-    reports = gather(None if error is None else (type(error).__module__, type(error).__qualname__, str(error)))
+    reports = gather(None if error is None else report_of(error))
     failed = {rank: report for rank, report in enumerate(reports) if report}
     if not failed:
         return
@@ -61,6 +61,15 @@ def joined(
 
 Report = tuple[str, str, str]
 """An error: its type's module, its type's name, its text."""
+
+
+def report_of(error: Exception, what: str = "") -> Report:
+    """What a rank tells of its error. `what`: words before the error's own text."""
+    try:
+        text = str(error)
+    except Exception as failure:  # other ranks wait for the report
+        text = f"an error without a text, whose __str__ raises {type(failure).__name__}"
+    return type(error).__module__, type(error).__qualname__, f"{what}: {text}" if what else text
 
 
 def raised_on(mpi: Any, error: Exception, speaker: int) -> Exception:
@@ -84,8 +93,7 @@ def share(comm: Any, error: Exception | None, speaker: int) -> Exception:
 
     `error`: None on the ranks that do not raise it yet. `speaker`: a rank that raises it.
     """
-    kind = type(error)
-    report: Report = comm.broadcast_object((kind.__module__, kind.__qualname__, str(error)), speaker)
+    report: Report = comm.broadcast_object(None if error is None else report_of(error), speaker)
     return raised_on(comm.mpi, _make(*report), speaker)
 
 
@@ -94,5 +102,7 @@ def _make(module: str, name: str, text: str) -> Exception:
     kind = getattr(sys.modules.get(module, builtins), name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         with suppress(Exception):
-            return kind(text)
+            made = kind(text)
+            str(made)  # may raise
+            return made
     return RuntimeError(f"{name}: {text}")

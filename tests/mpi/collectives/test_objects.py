@@ -1,11 +1,15 @@
 """Python objects between ranks: one that cannot be pickled or unpickled is one error on all ranks, and the next operation works."""
 
+import marshal
+import pickle
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
@@ -28,6 +32,16 @@ class Picky:
 class Unwilling:
     def __reduce__(self) -> Any:
         raise LookupError("not this one")
+
+
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Unspeakable:
+    def __reduce__(self) -> Any:
+        raise WordlessError
 
 
 def deep() -> list[Any]:
@@ -70,6 +84,19 @@ def test_an_object_that_cannot_be_pickled(
         assert comm.broadcast_object(mine, 0) == "text"
 
 
+def test_an_error_without_a_text(comm: Communicator) -> None:
+    message = r"^WordlessError: {}an error without a text, whose __str__ raises ValueError"
+    pickled = message.format("all_gather_object: the object cannot be pickled: ")
+    raised_everywhere(comm, RuntimeError, pickled, lambda: comm.all_gather_object(Unspeakable()))
+
+    def fail() -> None:
+        with comm.together("reading"):
+            if comm.rank == 0:
+                raise WordlessError
+
+    raised_everywhere(comm, RuntimeError, message.format("reading: "), fail)
+
+
 def test_an_object_that_cannot_be_unpickled(comm: Communicator) -> None:
     HERE["rank"] = comm.rank
     last = comm.size - 1
@@ -93,3 +120,29 @@ def test_objects_arrive_as_copies(comm: Communicator) -> None:
     assert all(each["kind"] is int and each["array"].tolist() == [0, 1, 2] for each in gathered)
     assert comm.broadcast_object({"from": comm.rank}, comm.size - 1) == {"from": comm.size - 1}
     assert comm.all_gather_object(None) == [None] * comm.size
+
+
+def test_the_functions_that_the_program_has_given_mpi4py(comm: Communicator) -> None:
+    """As cloudpickle's, they may send what pickle cannot, and fail on one rank."""
+
+    def dumps(obj: Any, protocol: int | None = None) -> bytes:
+        is_function = isinstance(obj, types.LambdaType)
+        return pickle.dumps((is_function, marshal.dumps(obj.__code__) if is_function else obj), protocol)
+
+    def loads(data: bytes) -> Any:
+        is_function, what = pickle.loads(data)
+        if what == f"not on {comm.rank}":
+            raise ValueError("no room")
+        return types.FunctionType(marshal.loads(what), {}) if is_function else what
+
+    last = comm.size - 1
+    MPI.pickle.__init__(dumps, loads)
+    try:
+        added = comm.rank + 1
+        assert comm.broadcast_object((lambda x: x + 1) if comm.rank == last else None, last)(1) == 2
+        assert [each(1) for each in comm.all_gather_object(lambda x: x + 1)] == [2] * comm.size
+        assert comm.all_gather_object(added) == list(range(1, comm.size + 1))
+        raised_everywhere(comm, ValueError, "no room", lambda: comm.broadcast_object(f"not on {last}", 0))
+    finally:
+        MPI.pickle.__init__()
+    raised_everywhere(comm, Exception, "cannot be pickled", lambda: comm.broadcast_object(lambda x: x, last))
