@@ -51,6 +51,8 @@ class Reads(TorchDispatchMode):
     However a view has left its module: in an attribute, an object, a list, a closure. Each operation takes a few us more.
     """
 
+    supports_higher_order_operators = True  # such as flex_attention, which torch would refuse under this mode
+
     def __init__(self, units: Sequence[Unit], root: nn.Module) -> None:
         super().__init__()
         self._root = root

@@ -8,6 +8,7 @@ import torch
 from sharded_models import assert_same, floats, mine
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention as attention
 
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
@@ -105,3 +106,26 @@ def test_one_graph_of_a_whole_model_is_refused(comm: Communicator) -> None:
     with pytest.raises(Exception, match=r"block\.compile\(\)"):
         call(floats(0, 5))
     assert model(floats(0, 5)).shape == (12, 3)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_operations_of_a_higher_order(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward in private storage is watched for reads of freed memory."""
+    monkeypatch.setattr(attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(5, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.q(x).view(1, 12, 3, 16).transpose(1, 2).chunk(3, 1)
+            return attention.flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.1)
+
+    model = nn.Sequential(Attention(), nn.ReLU())
+    with torch.no_grad():
+        expected = model(floats(0, 5))
+        fully_shard(model[0], comm, storage="private")
+        fully_shard(model, comm, storage="private")
+        torch.testing.assert_close(model(floats(0, 5)), expected)
