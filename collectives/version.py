@@ -7,6 +7,8 @@ import functools
 import hashlib
 import os
 import re
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +19,7 @@ COMMIT_FILE = "collectives/commit.txt"
 """The file, in a build, that has the commit from which it was built."""
 
 UNKNOWN = "unknown"
+_BEGAN_S = time.time()  # this process has loaded its sources since then
 _ROOT = Path(__file__).resolve().parents[1]
 _SUFFIXES = (".py", ".c", ".h", ".json", ".toml")
 
@@ -51,16 +54,15 @@ def commit_of(root: Path) -> str:
 
 def sources(root: Path = _ROOT) -> bytes:
     """A hash, 8 bytes, of the names and sizes of the sources of all packages in the folder `root`. It opens no file: some 2 ms."""
-    found, folders = [], [f"{root}/{package}" for package in PACKAGES]
-    while folders:
-        folder = folders.pop()
-        with suppress(OSError), os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(_SUFFIXES):
-                    found.append(f"{entry.path[len(str(root)) :]} {entry.stat().st_size}\n")
-                elif entry.name != "__pycache__" and entry.is_dir():
-                    folders.append(entry.path)
-    return hashlib.blake2b("".join(sorted(found)).encode(), digest_size=8).digest()
+    found = sorted(f"{path[len(str(root)) :]} {status.st_size}\n" for path, status in _files(root))
+    return hashlib.blake2b("".join(found).encode(), digest_size=8).digest()
+
+
+def loaded_sources() -> bytes:
+    """`sources`, or 8 bytes of this process alone if it may have loaded older ones: the commit and a file have changed meanwhile."""
+    if commit_of(_ROOT) != release().commit and any(status.st_mtime > _BEGAN_S for _, status in _files(_ROOT)):
+        return os.urandom(8)
+    return sources(_ROOT)
 
 
 def place() -> bytes:
@@ -69,6 +71,19 @@ def place() -> bytes:
     # Hosts may have one name, and containers one path.
     words = (os.uname().nodename, str(_ROOT), there.st_dev, there.st_ino)
     return hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+
+
+def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The paths and states of the sources of all packages in the folder `root`."""
+    folders = [f"{root}/{package}" for package in PACKAGES]
+    while folders:
+        folder = folders.pop()
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(_SUFFIXES):
+                    yield entry.path, entry.stat()
+                elif entry.name != "__pycache__" and entry.is_dir():
+                    folders.append(entry.path)
 
 
 def _checked_out(root: Path) -> str:

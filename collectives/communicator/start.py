@@ -24,6 +24,7 @@ def world() -> Communicator:
 
     After it, an uncaught exception on one rank ends the job, so that the other ranks do not wait forever. An operation that waits
     longer than the deadline (MPITRAIN_DEADLINE_S, 600 s) ends the job, too; a notice on stderr comes after 30 s (MPITRAIN_NOTICE_S).
+    The wait for ranks that have not come to this call yet, because they still import or work, ends by an error after the same deadline.
     SIGUSR2 prints the last operations. If the world was freed, `world()` makes a new one, which is collective again. RuntimeError if
     the launcher has started several ranks but MPI sees one: launcher and MPI library then belong to different MPIs; in a program that a
     rank has started; in a process of multiprocessing that imports a main program without `if __name__ == "__main__":`; and if the ranks
@@ -68,6 +69,8 @@ def _stand_ready() -> Progress:
     diagnosis.abort_on_uncaught(MPI.COMM_WORLD)
     meeting.meet(MPI.COMM_WORLD)
     clone = MPI.COMM_WORLD.Dup()
+    if clone.size > 1:
+        meeting.take_late_messages(MPI.COMM_WORLD)
     with diagnosis.together(clone, ""):
         check_choices()
         deadline.from_environment()

@@ -14,13 +14,15 @@ is a record of 64 bytes, little endian, and only REFUSED has text behind it, in 
 | 52-59 | a hash of the names and sizes of the sources in that place; zeros: not taken |
 | 60-63 | in REFUSED the number of ranks that are refused; else zeros |
 
-Each rank sends HERE to rank 0. If the ranks have several places, rank 0 asks one rank of each for the hash of its sources (SOURCES),
-and gets another HERE. Then rank 0 sends GO or REFUSED to each rank.
+Each rank sends HERE to rank 0. If the ranks have several places, or several commits in one place, rank 0 asks one rank of each for the
+hash of its sources (SOURCES), and gets another HERE. Then rank 0 sends GO or REFUSED to each rank. Two commits in one place are no
+fault if the hashes are the same: the user has committed something else while the ranks started.
 
-A rank that may not go on for 20 s (MPITRAIN_MEETING_S) asks all ranks (WHO). They answer by HERE, and ask nobody themselves. A second
-later the rank that asks prints one line, which names those that were silent. Rank 0 asks first, then one rank after another, because
-rank 0 may be of a version that does not meet. At the deadline, but not before that line, a rank ends its wait by an error. All waits
-poll, so that they give their core away.
+A rank that may not go on for 20 s (MPITRAIN_MEETING_S) asks all ranks (WHO). They answer by HERE, unless rank 0 asks, which has theirs,
+and ask nobody themselves. A second later the rank that asks prints one line, which names those that were silent. Rank 0 asks first,
+then one rank after another, because rank 0 may be of a version that does not meet. At the deadline, but not before that line, a rank
+ends its wait by an error. A second before, it asks rank 0 again: if rank 0 has come, the wait of rank 0 counts. All waits poll, so that
+they give their core away.
 """
 
 import struct
@@ -104,24 +106,25 @@ class Meeting:
     ) -> None:
         """`sources()`: the hash of the sources. `notice_s`: when to ask who is there; `deadline_s`: the end of the wait; 0: never."""
         self._post, self._sources, self._began = post, sources, now
-        self._answer_s = min(_ANSWER_S, notice_s)
+        self._answer_s = min(_ANSWER_S, notice_s or _NOTICE_S)
         # Not before the line, because a deadline of a second is for operations, and not for imports.
         self._limit_s = max(deadline_s, (notice_s or _NOTICE_S) + 2 * self._answer_s) if deadline_s else _NEVER
         self._records = {post.rank: mine}  # of the ranks that are here, as far as this rank knows
-        self._asked: set[bytes] = set()  # the places of which rank 0 has asked for the sources
+        self._asked: set[tuple[bytes, ...]] = set()  # the commits and places of which rank 0 has asked for the sources
         self._refuse_at = _NEVER
         stagger_s = min(_STAGGER_S, _MAX_STAGGER_S / post.size) * post.rank
         self._ask_at = now + notice_s + stagger_s if notice_s else _NEVER
         self._end_at = now + self._limit_s + stagger_s  # so that one rank prints the error
-        self._tell_at = _NEVER
+        self._tell_at = self._ask_first_at = _NEVER
         if post.rank:
+            self._ask_first_at = self._end_at - self._answer_s
             self._send([0], Kind.HERE)
 
     def step(self, now: float) -> bool:
         """Do what is due. Returns whether this rank may go on; MeetingError if it may not."""
         is_new = now == self._began
         while (message := self._post.receive()) is not None:
-            if self._take(*message):
+            if self._take(*message, now):
                 return True
             is_new = True
         if self._post.rank == 0 and (is_new or now >= self._refuse_at) and self._all_may_go(now):
@@ -133,28 +136,30 @@ class Meeting:
             self._tell_at = _NEVER
             if silent := self._silent():
                 dump.say(f"world() has waited {now - self._began:.0f} s for {shown_ranks(silent)}: {_WHY}")
+        if now >= self._ask_first_at:
+            self._ask_first_at = _NEVER
+            self._send([0], Kind.WHO)
         if now >= self._end_at:
             who = shown_ranks(self._silent() if self._post.rank == 0 else [0])
             limit = f"within {self._limit_s:g} s (MPITRAIN_DEADLINE_S)"
             self._refuse(f"world() has had no answer of {who} {limit}: {_WHY}; {_REMEDY}")
         return False
 
-    def _take(self, peer: int, message: bytes) -> bool:
+    def _take(self, peer: int, message: bytes, now: float) -> bool:
         """Take a message. Returns whether it lets this rank go on."""
         if len(message) < _RECORD.size or not message.startswith(_MAGIC):
             return False
         _, kind, *fields, num_refused = _RECORD.unpack_from(message)
-        if peer == 0:
-            self._end_at = max(
-                self._end_at, self._began + self._limit_s + _GRACE_S
-            )  # rank 0 is there, and says at its end who is not
+        if peer == 0:  # it is there, and says at its end, which is before this one, who is not
+            self._end_at, self._ask_first_at = now + self._limit_s + _GRACE_S, _NEVER
         if kind == Kind.HERE:
             self._records[peer] = Record(*fields)
         elif kind == Kind.SOURCES:
             self._hash_own()
             self._send([peer], Kind.HERE)
         elif kind == Kind.WHO:
-            self._send([peer], Kind.HERE)
+            if peer:
+                self._send([peer], Kind.HERE)
             if self._tell_at == _NEVER or peer < self._post.rank:
                 self._ask_at = self._tell_at = _NEVER  # the other rank prints the line
         elif kind == Kind.REFUSED:
@@ -163,22 +168,23 @@ class Meeting:
 
     def _all_may_go(self, now: float) -> bool:
         """On rank 0: whether all ranks are here and fit each other; then they are told. MeetingError if some do not fit."""
-        places: dict[bytes, bytes] = {}  # with the hash of the sources there
+        stocks: dict[tuple[bytes, ...], bytes] = {}  # by commit and place, with the hash of the sources there
         for record in self._records.values():
-            if any(record.sources) or record.place not in places:
-                places[record.place] = record.sources
-        if len(places) > 1:
+            if any(record.sources) or record[1:3] not in stocks:
+                stocks[record[1:3]] = record.sources
+        if len(stocks) > 1:
             for rank, record in list(self._records.items()):
-                if record.place not in self._asked:
-                    self._asked.add(record.place)
+                if record[1:3] not in self._asked:
+                    self._asked.add(record[1:3])
                     self._send([rank], Kind.SOURCES) if rank else self._hash_own()
-            places[self._records[0].place] = self._records[0].sources
+            stocks[self._records[0][1:3]] = self._records[0].sources
         kinds: dict[Record, list[int]] = {}
+        commits: dict[bytes, bytes] = {}  # by place, that of one rank
         for rank, record in sorted(self._records.items()):
-            kind = Record(record.version, record.commit, b"", places[record.place])
-            kinds.setdefault(kind, []).append(rank)
-        is_full = not self._silent() and (len(places) == 1 or all(map(any, places.values())))
-        if _differ(kinds):
+            kinds.setdefault(record._replace(place=b"", sources=stocks[record[1:3]]), []).append(rank)
+            commits.setdefault(record.place, record.commit)
+        is_full = not self._silent() and (len(stocks) == 1 or all(map(any, stocks.values())))
+        if _differ(kinds, commits.values()):
             self._refuse_at = min(self._refuse_at, now + _GRACE_S)
             if is_full or now >= self._refuse_at:
                 found = "; ".join(f"{kind} on {shown_ranks(ranks)}" for kind, ranks in kinds.items())
@@ -234,9 +240,10 @@ def meet(mpi: Any) -> None:
     limits = {"notice_s": _NOTICE_S, "deadline_s": deadline.DEFAULT_DEADLINE_S}
     with suppress(ValueError):  # a wrong value is an error of all ranks, after the meeting
         limits = {"notice_s": notice_from_environment(), "deadline_s": deadline.from_environment()}
-    meeting = Meeting(post, own_record(), version.sources, time.monotonic(), **limits)
+    clock = deadline.Clock()  # a batch system may stop all ranks for hours
+    meeting = Meeting(post, own_record(), version.loaded_sources, clock.now, **limits)
     try:
-        while not meeting.step(time.monotonic()):
+        while not meeting.step(clock.look_awake()):
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _MAX_NAP_S)
         post.flush()
@@ -247,6 +254,13 @@ def meet(mpi: Any) -> None:
         if error.num_refused and mpi.rank:
             time.sleep(_GRACE_S)  # rank 0 prints the error, and ends the job
         raise
+
+
+def take_late_messages(mpi: Any) -> None:
+    """After the meeting, when all ranks have left it: take the answers and questions that came too late, so that none stays behind."""
+    post = _MpiPost(mpi)
+    while post.receive() is not None:
+        pass
 
 
 class _MpiPost:
@@ -264,25 +278,29 @@ class _MpiPost:
         self._sent.append((self._mpi.Isend(message, peer, TAG), message))
 
     def receive(self) -> tuple[int, bytes] | None:
-        self._sent = [each for each in self._sent if not each[0].Test()]
+        self._keep_unsent()
         if not self._mpi.Iprobe(self._any, TAG, self._status):
             return None
         message, peer = bytearray(self._status.Get_count()), self._status.Get_source()
         self._mpi.Recv(message, peer, TAG)
         return peer, bytes(message)
 
+    def _keep_unsent(self) -> bool:
+        self._sent = [each for each in self._sent if not each[0].Test()]
+        return bool(self._sent)
+
     def flush(self) -> None:
         """Send what is not sent yet, unless a rank does not take it for long: its message stays alive."""
         end = time.monotonic() + _ANSWER_S
-        while self._sent and time.monotonic() < end:
-            self._sent = [each for each in self._sent if not each[0].Test()]
+        while self._keep_unsent() and time.monotonic() < end:
+            time.sleep(_NAP_S)
         _unsent.extend(self._sent)
 
 
 _unsent: list[tuple[Any, bytes]] = []
 
 
-def _differ(records: Iterable[Record]) -> bool:
-    """Whether the records differ in what two of them know."""
-    versions, commits, _, sources = zip(*records, strict=True)
+def _differ(records: Iterable[Record], commits: Iterable[bytes]) -> bool:
+    """Whether the records differ in what two of them know. `commits`: of each place."""
+    versions, _, _, sources = zip(*records, strict=True)
     return any(len(set(known)) > 1 for known in (versions, filter(any, commits), filter(any, sources)))

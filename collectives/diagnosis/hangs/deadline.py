@@ -51,13 +51,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = self.awake_since = time.monotonic()
+        self._stopped_s = 0.0
 
     def look(self) -> float:
         """Update the time, and return it."""
         last, self.now = self.now, time.monotonic()
         if self.now - last > _PAUSE_S:
             self.awake_since = self.now
+            self._stopped_s += self.now - last
         return self.now
+
+    def look_awake(self) -> float:
+        """Update the time, and return the time of a clock that stands still while the process is stopped."""
+        return self.look() - self._stopped_s
 
     def limit(self, waited_s: float) -> float:
         """The time before which an operation has begun that has waited `waited_s`; minus infinity if the process was stopped since."""

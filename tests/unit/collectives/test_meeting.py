@@ -2,9 +2,12 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 
 import pytest
 
+from collectives.diagnosis import meeting
+from collectives.diagnosis.hangs import deadline
 from collectives.diagnosis.meeting import _RECORD, TAG, Kind, Meeting, MeetingError, Record, own_record
 
 STEP_S = 0.05
@@ -38,6 +41,7 @@ class Town:
         hashes: Mapping[int, bytes] | None = None,
         *,
         deadline_s: float = DEADLINE_S,
+        notice_s: float = NOTICE_S,
     ) -> None:
         boxes: list[Box] = []
         for rank in range(size):
@@ -56,7 +60,7 @@ class Town:
                 if rank not in meetings:
                     meetings[rank] = Meeting(
                         boxes[rank], records[rank], lambda rank=rank: self._hash(rank, hashes), now,
-                        notice_s=NOTICE_S, deadline_s=deadline_s,
+                        notice_s=notice_s, deadline_s=deadline_s,
                     )  # fmt: skip
                 try:
                     if meetings[rank].step(now):
@@ -64,7 +68,7 @@ class Town:
                 except MeetingError as error:
                     self.ends[rank] = error
             now += STEP_S
-        self.seconds = now
+        self.seconds, self.num_left = now, sum(len(box.messages) for box in boxes)
 
     def _hash(self, rank: int, hashes: Mapping[int, bytes] | None) -> bytes:
         self.hashed.append(rank)
@@ -98,7 +102,8 @@ def test_one_rank_of_each_place_hashes_its_sources(size: int) -> None:
     ("others", "hashes", "words"),
     [
         ({"version": b"0.2.0".ljust(15, b"\0")}, {}, "0.1.0 (commit 0001020304) on rank 0; 0.2.0 (commit 0001020304) on ranks 1, 2"),
-        ({"commit": bytes(range(20, 0, -1))}, {}, "(commit 0001020304) on rank 0; 0.1.0 (commit 14131211"),
+        ({"place": b"place  1", "commit": bytes(range(20, 0, -1))}, {}, "(commit 0001020304, sources 736f7572) on rank 0; 0.1.0 (com"),
+        ({"commit": b"c" * 20}, {0: b"itsown!!"}, "(commit 0001020304, sources 6974736f) on rank 0; 0.1.0 (commit 6363636363,"),
         ({"place": b"place  1"}, {0: b"sources1"}, "sources 736f7572) on rank 0; 0.1.0 (commit 0001020304, sources 736f7572) on"),
         ({"place": b"place  1", "commit": bytes(20)}, {1: b"Sources!"}, "(commit unknown, sources 536f7572) on ranks 1, 2"),
     ],
@@ -161,9 +166,64 @@ def test_a_rank_that_comes_a_little_late_is_not_named(capsys: pytest.CaptureFixt
 
 
 def test_ranks_that_differ_do_not_wait_for_a_silent_one() -> None:
-    town = Town(4, {0: MINE, 2: MINE._replace(commit=bytes([1] * 20))})
+    town = Town(4, {0: MINE, 2: at(2, commit=bytes([1] * 20))})
     assert town.seconds < 5
     assert all("different versions" in str(end) and end.num_refused == 2 for end in town.ends.values())
+
+
+@pytest.mark.parametrize("size", [2, 3, 12])
+def test_a_commit_while_ranks_of_one_place_start_is_no_other_version(size: int) -> None:
+    """One rank of each commit in each place looks at the files."""
+    records = {rank: at(0, commit=bytes([1 + rank % 3] * 20)) for rank in range(size)}
+    town = Town(size, records, {rank: rank % 5 * 0.2 for rank in range(size)})
+    assert town.all_go() and len(town.hashed) == min(size, 3)
+
+
+@pytest.mark.parametrize("late_s", [40.0, 58.5, DEADLINE_S - 0.2])
+@pytest.mark.parametrize("notice_s", [0.0, NOTICE_S])
+def test_a_late_rank_0_names_the_rank_that_does_not_come(
+    late_s: float, notice_s: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    town = Town(4, dict.fromkeys([0, 1, 2], MINE), {0: late_s}, notice_s=notice_s)
+    assert {str(end).partition(" within")[0] for end in town.ends.values()} == {"world() has had no answer of rank 3"}
+    assert all(isinstance(end, MeetingError) and end.num_refused == 3 for end in town.ends.values())
+    assert len(lines(capsys)) == bool(notice_s)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_no_message_is_left_of_two_ranks(late: int) -> None:
+    assert Town(2, dict.fromkeys(range(2), MINE), {late: 30.0}).num_left == 0
+
+
+def test_the_time_of_a_stopped_job_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch system may stop all ranks for longer than the deadline."""
+    stopped_s = [10_000.0]
+
+    class Time:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds + (stopped_s.pop() if stopped_s and self.now > 5 else 0.0)
+
+    class Late(Box):
+        def receive(self) -> tuple[int, bytes] | None:
+            if now.now < 10_030 or self.sent:
+                return None
+            self.sent = True
+            return 1, _RECORD.pack(b"mpitrain", Kind.HERE, *MINE, 0)
+
+    now, post = Time(), Late(0, [])
+    post.size, post.sent, post.boxes = 2, False, [post, Box(1, [])]
+    monkeypatch.setattr(meeting, "time", now)
+    monkeypatch.setattr(deadline, "time", now)
+    monkeypatch.setattr(meeting, "_MpiPost", lambda mpi: post)
+    monkeypatch.setattr(meeting, "own_record", lambda: MINE)
+    monkeypatch.setattr(post, "flush", lambda: None, raising=False)
+    meeting.meet(SimpleNamespace(rank=0, size=2))
+    assert now.now > 10_030 and not stopped_s
 
 
 def test_a_short_deadline_ends_no_import(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The version, the commit and the hash of the sources, in checkouts, worktrees and builds."""
 
 import builtins
+import os
 import subprocess
 import sys
 import tarfile
@@ -100,3 +101,24 @@ def test_a_build_and_an_archive_of_the_sources_have_the_commit(tmp_path: Path) -
         opened.extractall(tmp_path, filter="data")
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
     assert version.commit_of(unpacked) == COMMIT
+
+
+def test_a_process_may_have_loaded_older_sources_than_those_of_a_new_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "ckpt").mkdir()
+    source, head = tmp_path / "ckpt/one.py", tmp_path / ".git/HEAD"
+    source.write_text("")
+    os.utime(source, (0, 0))
+    head.write_text("1" * 40)
+    monkeypatch.setattr(version, "_ROOT", tmp_path)
+    monkeypatch.setattr(version, "release", lambda: version.Release("", "1" * 40))
+    before = version.sources(tmp_path)
+    assert version.loaded_sources() == before
+    head.write_text("2" * 40)  # of a file that is no source
+    assert version.loaded_sources() == before
+    os.utime(source)
+    assert len({version.loaded_sources(), version.loaded_sources(), version.sources(tmp_path)}) == 3
+    head.write_text("1" * 40)
+    assert version.loaded_sources() == before
