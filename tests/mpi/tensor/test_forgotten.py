@@ -78,10 +78,64 @@ def test_the_error_names_the_layer(
     if is_sharded:
         mpitrain.fully_shard(model, mesh)
     with pytest.raises(
-        RuntimeError, match=rf"plan does not name {named}, where .* 6 of 12 on this rank; .* torch says: \w+"
+        RuntimeError,
+        match=rf"^\w.* - tensor_parallel: the plan does not name {named}, where .*\(6 of 12 on this rank\)",
     ):
         model(torch.ones(2, 6))
     mesh.free()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x[None], x[None], x[None])[0][0]  # type: ignore[no-any-return]
+
+
+def with_buffer() -> nn.Module:
+    module = nn.Identity()
+    module.register_buffer("mask", torch.ones(12))
+    return module
+
+
+def masked(mlp: nn.Module, x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    return features * mlp.other.mask  # type: ignore[no-any-return, operator, union-attr]
+
+
+def by_heads(mlp: nn.Module, x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    return features.view(2, 3, 4).flatten(1)
+
+
+def by_unflatten(mlp: nn.Module, x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    return features.unflatten(-1, (3, 4)).flatten(1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("other", "between", "kind", "said"),
+    [
+        (Attention, through, AssertionError, "embedding dimension of 12, but got 6 .* does not name mlp.other.inner"),
+        (lambda: nn.LSTM(12, 12), through, RuntimeError, "Expected 12, got 6 .* does not name mlp.other"),
+        (with_buffer, masked, RuntimeError, "mlp has the buffer mlp.other.mask with 12 features, and the plan cuts"),
+        (nn.Identity, by_heads, RuntimeError, r"shape '\[2, 3, 4\]' is invalid .* mlp computes with 12 features"),
+        (nn.Identity, by_unflatten, RuntimeError, "unflatten: .* mlp computes with 12 features"),
+    ],
+)
+def test_other_errors_of_shapes(
+    comm: Communicator,
+    other: Callable[[], nn.Module],
+    between: Callable[..., torch.Tensor],
+    kind: type[Exception],
+    said: str,
+) -> None:
+    """The error keeps its type and its text."""
+    model = nn.Sequential()
+    model.mlp = Mlp({"other": other()}, between)
+    mpitrain.tensor_parallel(model, comm, CUT)
+    with pytest.raises(kind, match=said + r".*\(6 of 12 on this rank\)"):
+        model(torch.ones(2, 6))
 
 
 @pytest.mark.ranks(2)
@@ -92,3 +146,34 @@ def test_other_errors_stay_as_they_are(comm: Communicator) -> None:
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 5))
     assert str(caught.value) == "mat1 and mat2 shapes cannot be multiplied (2x5 and 6x6)"
+
+
+def view_of_others(mlp: nn.Module, x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    return features.view(6, 12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 12.00 GiB, and the size of the free memory is 6 GiB"
+        ),
+        RuntimeError("data loader: expected shape 12, got 6"),
+        AssertionError("expected size 12, got 6"),
+        ValueError("expected size 12, got 6"),
+        None,
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_of_something_else_with_the_same_numbers(comm: Communicator, error: Exception | None) -> None:
+    def fails(mlp: nn.Module, x: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        raise error  # type: ignore[misc]
+
+    model = nn.Sequential()
+    model.mlp = Mlp({"norm": nn.LayerNorm(12)}, view_of_others if error is None else fails)
+    mpitrain.tensor_parallel(model, comm, CUT)
+    said = "shape '[6, 12]' is invalid for input of size 12" if error is None else str(error)
+    with pytest.raises(RuntimeError if error is None else type(error)) as caught:
+        model(torch.ones(2, 6))
+    assert str(caught.value) == said and (error is None or caught.value is error)
