@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from ckpt.views import plain
 from collectives import Communicator
 
 
@@ -27,7 +28,7 @@ def check_alike(comm: Communicator, mine: Sequence[str], *, caller: str, remedy:
 @torch.no_grad()
 def digest(x: torch.Tensor) -> str:
     """A hash of all bytes of a strided tensor, on any device."""
-    values = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    values = plain(x.detach().cpu())
     return xxhash.xxh3_128_hexdigest(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
@@ -40,5 +41,5 @@ def hash_of_values(x: torch.Tensor) -> str | None:
     if type(x) is not torch.Tensor or x.device.type != "cpu" or x.layout != torch.strided:
         return None
     values = x.detach().reshape(-1)
-    values = values[:: max(x.numel() // _MAX_HASHED, 1)].contiguous()
+    values = plain(values[:: max(x.numel() // _MAX_HASHED, 1)])
     return xxhash.xxh3_64_hexdigest(values.view(torch.uint8).numpy().data)

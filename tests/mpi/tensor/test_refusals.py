@@ -1,5 +1,6 @@
 """What cannot be cut is one clear error on all ranks, and leaves the model as it was."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -297,6 +298,31 @@ def test_ranks_with_other_inputs(comm: Communicator) -> None:
     with pytest.raises(ValueError, match=r"must get the same inputs: .* input 1 of shape .* choose the batch"):
         model(x, x + comm.rank)
     assert model(x, x).isfinite()
+
+
+class Spectrum(nn.Module):
+    """From complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x.real + x.imag)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks(2)
+def test_inputs_that_are_conjugated_or_negated(comm: Communicator) -> None:
+    """Their values are compared, not their memory, which torch conjugates or negates when it reads it."""
+    torch.manual_seed(0)
+    plain = Spectrum()
+    model = mpitrain.tensor_parallel(copy.deepcopy(plain), comm, {"up": Style("column"), "down": Style("row")})
+    x = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj()
+    for given in (x, x.mT.contiguous().mT, x[:, :1].expand(3, 4), torch.view_as_real(x.resolve_conj())[..., 0] * 1j):
+        torch.testing.assert_close(model(given), plain(given), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(x if comm.rank else x.resolve_conj()), plain(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="must get the same inputs"):
+        model(x if comm.rank else x.conj())
 
 
 @pytest.mark.ranks(2)
