@@ -16,8 +16,6 @@ _CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to the dtype of the lo
 _LEAST_EXPONENT = (
     -1e4
 )  # exp of it is 0, and so is its product with it: that of a masked class, or a rank without classes, would be NaN
-_FAR = 256.0
-"""Rows whose largest logit is farther from 0 are moved there first: in their sums a loss would have no digits left."""
 
 
 class _CrossEntropy(Function):
@@ -38,25 +36,27 @@ class _CrossEntropy(Function):
         mine = (targets >= first) & (targets < first + logits.shape[1])
         at = (targets - first).masked_fill(~mine, 0)
         # Of each row, over this rank's classes: the largest logit, the sum of exp(logit - largest), the target's logit, and for
-        # smoothing the sum of all, each less `_shift(largest)`.
+        # smoothing the sum of logit - largest.
         own = torch.zeros(4, rows, dtype=_dtype_of_loss(logits), device=logits.device)
         own[0] = -torch.inf
         for part in _chunks(logits) if logits.shape[1] else ():
             x = logits[part].to(own.dtype, copy=True)
             own[0, part] = largest = x.amax(1)
             own[2, part] = x.gather(1, at[part, None])[:, 0]
+            x.sub_(_finite(largest)[:, None])
             if smoothing:
-                own[3, part] = (x - _shift(largest)[:, None]).sum(1)
-            own[1, part] = x.sub_(_finite(largest)[:, None]).exp_().sum(1)
+                own[3, part] = x.sum(1)
+            own[1, part] = x.exp_().sum(1)
         own[2].masked_fill_(~mine, 0)
         everywhere = exchange.gather(own[None], -3, exchange.comm.size)  # (N, 4, rows)
         largest = everywhere[:, 0].amax(0)
-        shift = _shift(largest)
-        log_sum = (everywhere[:, 1] * (everywhere[:, 0] - largest).exp()).sum(0).log() + (largest - shift)
+        # All logits are taken less the row's largest one: added to the logarithm, it would take digits of the loss.
+        shift = _finite(largest)
+        log_sum = (everywhere[:, 1] * (everywhere[:, 0] - largest).exp()).sum(0).log()
         loss = log_sum - (1 - smoothing) * (everywhere[:, 2].sum(0) - shift)
         if smoothing:
             num_own = everywhere.new_tensor([end - begin for begin, end in pairwise(edges)])[:, None]
-            moved = everywhere[:, 3] + num_own * (_shift(everywhere[:, 0]) - shift)
+            moved = everywhere[:, 3] + num_own * (_finite(everywhere[:, 0]) - shift)
             loss -= smoothing / num_classes * moved.sum(0)
         counts = targets != ignore_index
         ctx.save_for_backward(logits, log_sum, shift, at, mine, counts)
@@ -188,11 +188,6 @@ def _dtype_of_loss(logits: torch.Tensor) -> torch.dtype:
 def _finite(largest: torch.Tensor) -> torch.Tensor:
     """What is subtracted from logits before `exp`. If all are -inf, as masked classes are, their exponentials are 0, not NaN."""
     return largest.masked_fill(largest == -torch.inf, 0)
-
-
-def _shift(largest: torch.Tensor) -> torch.Tensor:
-    """By how much rows are moved towards 0: by their largest logit if that is far from it, else by 0, which changes no bit."""
-    return largest.masked_fill((largest.abs() <= _FAR) | (largest == -torch.inf), 0)
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:

@@ -24,6 +24,25 @@ def test_float64(comm: Communicator) -> None:
     torch.testing.assert_close(found, F.cross_entropy(whole, torch.arange(5)), rtol=1e-14, atol=0)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("offset", [0.0, 7.0, 60.0, -250.0, 1e4])
+def test_the_digits_of_the_loss(comm: Communicator, offset: float, smoothing: float) -> None:
+    """A loss in float32 has as many as the logits allow, wherever these are: torch's in float64 is the right one."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = 3 * torch.randn(500, 300, generator=generator) + offset, torch.arange(500) % 300
+    whole = logits.double().requires_grad_()
+    begin, end = bounds(300, comm.size)[comm.rank : comm.rank + 2]
+    mine = logits[:, begin:end].clone().requires_grad_()
+    expected = F.cross_entropy(whole, targets, reduction="none", label_smoothing=smoothing)
+    found = cross_entropy(mine, targets, comm, num_classes=300, reduction="none", label_smoothing=smoothing)
+    expected.sum().backward()
+    found.sum().backward()
+    assert mine.grad is not None and whole.grad is not None
+    torch.testing.assert_close(found.double(), expected, rtol=3e-7, atol=3e-7)
+    torch.testing.assert_close(mine.grad.double(), whole.grad[:, begin:end], rtol=0, atol=3e-7)
+
+
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
