@@ -1,6 +1,7 @@
 """The information about this process's launcher that is available before MPI starts."""
 
 import os
+import re
 import shlex
 import stat
 import sys
@@ -279,13 +280,25 @@ def _check_torch_launcher(library: str, environ: Mapping[str, str]) -> None:
     shown = {name: environ[name] for name in (_TORCHRUN_VARIABLE, *_TORCH_VARIABLES) if name in environ}
     of_node = environ.get("LOCAL_WORLD_SIZE", size)
     hosts = f" -H HOST:{of_node},..." if of_node != size else ""
-    program = shlex.join(("python", *(word for word in sys.orig_argv[1:] if word != "-u")))
+    program = _command()
     program = program if len(program) <= _SHOWN_CHARACTERS else f"{program[:_SHOWN_CHARACTERS]} ..."
     raise RuntimeError(
         f"{launcher} has started {number or 'the'} processes ({', '.join(f'{name}={its}' for name, its in shown.items())}), but MPI "
         f"({library}), which joins the ranks here, knows 1 rank; expected mpirun or srun to start the ranks, because each process "
         f"would be a separate job that writes to the same files: mpirun -np {number or 'N'}{hosts} {program}. {_to_run_alone(shown)}"
     )
+
+
+def _command() -> str:
+    """The command of this process, without the words that torch's launchers add: -u before the program, --local_rank after it."""
+    words = sys.orig_argv[1:]
+    end = 0  # of Python's own options
+    while words[end : end + 1] and words[end].startswith("-") and words[end] not in ("-m", "-c"):
+        end += 2 if words[end] in ("-W", "-X") else 1
+    first = end + (2 if words[end : end + 1] in (["-m"], ["-c"]) else 1)  # of the program's words
+    is_added = re.fullmatch("--local[-_]rank=[0-9]+", "".join(words[first : first + 1]))
+    options = (word for word in words[:end] if word != "-u")
+    return shlex.join(("python", *options, *words[end:first], *words[first + bool(is_added) :]))
 
 
 def _to_run_alone(variables: Iterable[str]) -> str:

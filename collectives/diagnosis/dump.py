@@ -85,10 +85,13 @@ def described(operation: Operation) -> str:
     return f"{operation.log}: {operation.call}{by}"
 
 
-def write_file(why: str) -> None:
-    """Write the whole record and the stacks of all threads to this rank's file if there is a folder. Does not raise OSError."""
+def write_file(why: str) -> bool:
+    """Write the whole record and the stacks of all threads to this rank's file if there is a folder. Does not raise OSError.
+
+    Returns whether it has printed a line instead, because it cannot.
+    """
     if RecordOutput.folder is None or not RecordOutput.may_write():
-        return
+        return False
     stacks_text = "".join(
         f"\nthread {thread.name}:\n{stacks.stack(thread.ident or 0)}" for thread in threading.enumerate()
     )
@@ -102,6 +105,8 @@ def write_file(why: str) -> None:
         say(
             f"cannot write the flight record to {file} ({error.strerror}); set MPITRAIN_RECORD_DIR to a writable folder"
         )
+        return True
+    return False
 
 
 def dump(why: str) -> None:

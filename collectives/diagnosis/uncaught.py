@@ -90,9 +90,11 @@ def abort_on_uncaught(mpi: Any) -> None:
     ) -> None:
         claim()
         message = report(kind, error, trace, *_operations(error))
-        dump.write_file(f"ended by {kind.__name__}")
+        says_more = dump.write_file(f"ended by {kind.__name__}")
         if Others.show is not None and getattr(error, "_shows_all_ranks", False):
             Others.show()
+            says_more = True
+        if says_more:
             say(dump.RecordOutput.rank, message)  # again: it is the last text
         try:
             hook()
@@ -111,9 +113,9 @@ def abort_on_uncaught(mpi: Any) -> None:
         elif not on_all_ranks(error):
             end_job(kind, error, trace, hook)
         else:
-            if error._speaks_for_all:  # type: ignore[attr-defined]
-                report(kind, error, trace)
-            dump.write_file(f"ended by {kind.__name__} on all ranks")
+            message = report(kind, error, trace) if error._speaks_for_all else ""  # type: ignore[attr-defined]
+            if dump.write_file(f"ended by {kind.__name__} on all ranks"):
+                say(dump.RecordOutput.rank, message)
             hook()
 
     def on_thread_exception(args: threading.ExceptHookArgs) -> None:

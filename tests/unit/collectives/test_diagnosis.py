@@ -9,6 +9,7 @@ import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from collectives.diagnosis import (
     set_deadline,
     set_record_folder,
     stacks,
+    uncaught,
 )
 from collectives.diagnosis.hangs import answer, deadline
 from collectives.diagnosis.hangs.answer import State, Waiting
@@ -317,6 +319,24 @@ def test_a_record_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.
         f"[rank 0] cannot write the flight record to {tmp_path}/file/rank-0.txt (File exists); "
         "set MPITRAIN_RECORD_DIR to a writable folder\n"
     )
+
+
+@pytest.mark.parametrize("on_all", [False, True])
+def test_the_message_of_an_error_is_the_last_text_also_if_the_record_cannot_be_written(
+    on_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    set_record_folder(tmp_path / "file")
+    for module, name in ((sys, "excepthook"), (threading, "excepthook")):
+        monkeypatch.setattr(module, name, getattr(module, f"__{name}__"))  # as it was in the end
+    for name in ("claim", "abort_job", "write_failure"):
+        monkeypatch.setattr(uncaught, name, lambda *_: None)
+    uncaught.abort_on_uncaught(SimpleNamespace(rank=0, size=2))
+    error = ValueError("row 7 has no label")
+    error.__dict__.update(_raised_on_all_ranks=on_all, _speaks_for_all=True)
+    sys.excepthook(ValueError, error, None)
+    *_, first, why, last = capfd.readouterr().err.splitlines()
+    assert first == last == "[rank 0] ValueError: row 7 has no label" and "cannot write the flight record" in why
 
 
 def test_where_a_thread_stands() -> None:

@@ -117,6 +117,16 @@ def test_the_command_is_the_program_s_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "-u", "-m", "mpitrain", "--run", "my run"])
     with pytest.raises(RuntimeError, match=r"mpirun -np 2 python -m mpitrain --run 'my run'. To run one process alone"):
         check_launcher(1, "Some MPI 1.2", TORCHRUN)
+    for words, shown in (
+        ("-u x.py --local_rank=3 -u me", "x.py -u me"),
+        ("-X dev -u -m package.x --local-rank=0 --local_rank=1", "-X dev -m package.x --local_rank=1"),
+        ("-u -c code --local_rank=1", "-c code"),
+        ("x.py", "x.py"),
+        ("-u", ""),
+    ):
+        monkeypatch.setattr("sys.orig_argv", ["python3", *words.split()])
+        with pytest.raises(RuntimeError, match=f"mpirun -np 2 python {shown}".rstrip() + r"\. To run"):
+            check_launcher(1, "Some MPI 1.2", TORCHRUN)
     monkeypatch.setattr("sys.orig_argv", ["python3", "-c", "x" * 1000])
     with pytest.raises(RuntimeError) as refusal:
         check_launcher(1, "Some MPI 1.2", TORCHRUN)
