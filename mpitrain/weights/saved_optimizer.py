@@ -247,12 +247,14 @@ def _stored(there: There) -> dict[str, list[tuple[str, StoredTensor, bool]]]:
             param = there.tensors.get(f"model/{name}")
             entries.append((name, key, tensor, None if param is None else param.shape))
     # For a scalar parameter, Adam's step and its means have the same shape; for other parameters the shapes differ.
+    is_cut = {key: tensor.shape == of_param for _, key, tensor, of_param in entries if of_param}
     cut = there.meta["optimizer"].get("cut", {})
-    numbers = _NUMBERS | {key for _, key, tensor, of_param in entries if not tensor.shape and of_param}
     found: dict[str, list[tuple[str, StoredTensor, bool]]] = {}
     for name, key, tensor, of_param in entries:
         has_rows = tensor.shape == of_param
-        if has_rows and not tensor.shape:  # a parameter that was not sharded, or an older checkpoint: the key decides
-            has_rows = key in cut[name] if name in cut else key not in numbers and "[" not in key
+        if has_rows and name in cut:
+            has_rows = key in cut[name]
+        elif has_rows and not tensor.shape:  # an older checkpoint, or the model was not sharded
+            has_rows = is_cut.get(key, key not in _NUMBERS and "[" not in key)
         found.setdefault(name, []).append((key, tensor, has_rows))
     return found

@@ -101,13 +101,14 @@ def save(
     with their state in the optimizer. The state of `compress_gradients` and of `DiLoCo` belongs to the model. In local steps the
     model's tensors are the outer parameters: see by_copy.py.
 
-    `comm`: for a model that is not sharded, the ranks that all hold this model and make this call; None: only this process saves.
+    `optimizer`: None on a stage of a pipeline that trains nothing, if other stages have one. `comm`: for a model that is not sharded,
+    the ranks that all hold this model and make this call; None: only this process saves.
     `meta`: a JSON-like dict of the user. `tensors`: further tensors in the form of `ckpt.save`. The options (`files`, `driver`,
     `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
 
     `only`: a pattern of names of parameters and buffers, such as "*lora*", or several. Only these are saved, with their state in the
-    optimizer and their average, as for a model whose base is frozen; a module takes its buffers along. ValueError on all ranks if a
-    pattern matches nothing.
+    optimizer and their average, as for a model whose base is frozen; a module takes its buffers along. The stages of a pipeline may
+    pass different patterns: those of all count. ValueError on all ranks if a pattern matches nothing.
     """
     state = collect(model, optimizer, meta=meta, ema=ema, tensors=tensors, only=only, comm=comm)
     ckpt.save(path, state.tensors, comm=state.comm, meta=state.meta, **options)
@@ -182,9 +183,9 @@ def load(
     other tensors in it are ignored. `strict=False`: parameters that it lacks, such as a new head, keep their values, their state in the
     optimizer, and the settings of their group if no other parameter of the group is there. `cast`, `verify`, `copies`: see `ckpt.load`.
 
-    `only`: patterns as of `save`. Only what they choose is loaded; all else keeps its values, and its state in the optimizer. A
-    checkpoint that was saved with `only` is loaded with the patterns of its save, with a RuntimeWarning on rank 0 that the rest of the
-    model keeps its values; with `only` or `strict=False` there is no warning.
+    `only`: patterns as of `save`. Only what they choose is loaded; all else keeps its values, its state in the optimizer, and the
+    settings of its groups. A checkpoint that was saved with `only` is loaded with the patterns of its save, with a RuntimeWarning on
+    rank 0 that the rest of the model keeps its values; with `only` or `strict=False` there is no warning.
 
     The state of `compress_gradients` and of `DiLoCo` belongs to the model: with local steps each copy of the model gets its own. From a
     checkpoint without such a state both begin with step 0, and all copies are the same.
