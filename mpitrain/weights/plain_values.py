@@ -1,8 +1,10 @@
 """Values of an optimizer's groups and state as JSON, and back: exactly the same values, or an error.
 
+A value of a class made from bool, int, float or text, such as an IntEnum, comes back as the equal bool, int, float or text.
+
 None, bool, int, float and text are as in JSON, and a list of JSON is a tuple. Everything else is an object with its type:
 
-    {"type": "list", "value": [...]}                  {"type": "dict", "value": [[key, value], ...]}
+    {"type": "list", "value": [...]}                  {"type": "dict", "value": [[key, value], ...]}    also "Counter", "OrderedDict"
     {"type": "float", "value": "inf"}                 {"type": "int", "value": "99999999999999999999"}
     {"type": "complex", "value": [real, imaginary]}   {"type": "torch.dtype", "value": "bfloat16"}
     {"type": "numpy", "dtype": "float32", "shape": null, "value": [0.25]}    "shape": null for a NumPy scalar
@@ -10,6 +12,7 @@ None, bool, int, float and text are as in JSON, and a list of JSON is a tuple. E
 """
 
 import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +22,29 @@ import torch
 _MAX_ELEMENTS = 4096
 """Of an array or a tensor as JSON. Larger ones would make the meta of a checkpoint long."""
 
+_MAX_DEPTH = 100
+"""Of lists, tuples and dicts in each other. It must fit Python's stack, and the depth that `ckpt` allows."""
+
+_DICTS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _INT64 = 1 << 63
 _KEPT = "None, numbers, text, tuples, lists, dicts, dtypes, NumPy arrays and tensors"
 
 
-def encoded(value: Any, where: str, keep: Callable[[torch.Tensor], dict[str, Any]] | None = None) -> Any:
+def encoded(
+    value: Any, where: str, keep: Callable[[torch.Tensor], dict[str, Any]] | None = None, depth: int = 0
+) -> Any:
     """`value` as JSON. TypeError that names `where` if it, or something in it, cannot come back the same.
 
     `keep(tensor)`: stores a tensor elsewhere, and returns the object that stands for it; None: tensors are small, and are in the JSON.
     """
+
+    def each(item: Any, place: str) -> Any:
+        return encoded(item, f"{where}{place}", keep, depth + 1)
+
+    if depth > _MAX_DEPTH:
+        raise TypeError(f"{where[:80]}... is nested more than {_MAX_DEPTH} deep, or holds itself; expected less depth")
     if isinstance(value, torch.Tensor):
+        check_dense(value, where)
         return _of_tensor(value, where) if keep is None else keep(value)
     if isinstance(value, np.ndarray | np.generic):
         return _of_numpy(value, where)
@@ -43,15 +59,15 @@ def encoded(value: Any, where: str, keep: Callable[[torch.Tensor], dict[str, Any
     if isinstance(value, torch.dtype):
         return {"type": "torch.dtype", "value": str(value).removeprefix("torch.")}
     if type(value) is tuple:
-        return [encoded(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]
+        return [each(item, f"[{i}]") for i, item in enumerate(value)]
     if type(value) is list:
-        return {"type": "list", "value": [encoded(item, f"{where}[{i}]", keep) for i, item in enumerate(value)]}
-    if type(value) is dict:
-        items = [[encoded(key, where), encoded(item, f"{where}[{key!r}]", keep)] for key, item in value.items()]
-        return {"type": "dict", "value": items}
+        return {"type": "list", "value": [each(item, f"[{i}]") for i, item in enumerate(value)]}
+    kind = type(value).__name__
+    if type(value) is _DICTS.get(kind):
+        items = [[encoded(key, where), each(item, f"[{key!r}]")] for key, item in value.items()]
+        return {"type": kind, "value": items}
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep; expected {_KEPT}: change it, or keep it "
-        "elsewhere"
+        f"{where} is a {kind}, which a checkpoint cannot keep; expected {_KEPT}: change it, or keep it elsewhere"
     )
 
 
@@ -65,8 +81,8 @@ def decoded(value: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any
     content: Any = value.get("value")
     if kind == "list":
         return [decoded(item, tensor) for item in content]
-    if kind == "dict":
-        return {decoded(key, tensor): decoded(item, tensor) for key, item in content}
+    if kind in _DICTS:
+        return _DICTS[kind]({decoded(key, tensor): decoded(item, tensor) for key, item in content})
     if kind in ("int", "float"):
         return {"int": int, "float": float}[kind](content)
     if kind == "complex":
@@ -93,6 +109,15 @@ def small_tensor(value: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 def _no_tensor(value: dict[str, Any]) -> torch.Tensor:
     raise ValueError(f"{value} is of an unknown type")
+
+
+def check_dense(value: torch.Tensor, where: str) -> None:
+    """TypeError for a tensor that is no plain array of numbers in memory."""
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        kind = "quantized" if value.is_quantized else "on the meta device" if value.is_meta else str(value.layout)
+        raise TypeError(
+            f"{where} is a tensor that is {kind}, which a checkpoint cannot keep; expected a dense tensor with memory"
+        )
 
 
 def _of_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:

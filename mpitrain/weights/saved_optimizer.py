@@ -17,7 +17,7 @@ from collectives import Communicator
 from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.held import Held
-from mpitrain.weights.plain_values import decoded, encoded, small_tensor
+from mpitrain.weights.plain_values import check_dense, decoded, encoded, small_tensor
 from mpitrain.weights.saved import StoredTensor, There
 from mpitrain.weights.saved_groups import SavedGroups
 
@@ -114,8 +114,11 @@ class SavedOptimizer:
                 raise TypeError(
                     f"the optimizer's state of {name} has the key {key!r}; a checkpoint keeps only text without '/' as keys"
                 )
-            if not isinstance(value, torch.Tensor):
-                found[key] = encoded(value, f"{key!r} of the optimizer's state of {name}", _Numbered(key, {}))
+            where = f"{key!r} of the optimizer's state of {name}"
+            if isinstance(value, torch.Tensor):
+                check_dense(value, where)
+            else:
+                found[key] = encoded(value, where, _Numbered(key, {}))
         return found
 
     def _check(self, there: There) -> None:

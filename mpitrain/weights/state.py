@@ -15,7 +15,7 @@ a scalar as in the plain model, and the box of the one rank is the whole tensor.
 import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ import ckpt
 from ckpt.format.manifest import named
 from ckpt.ranks import ranks_of
 from ckpt.saving.background import wait_before_load
+from ckpt.storage.places import copies_of
 from ckpt.views import plain
 from collectives import Communicator
 from mpitrain.parts import stages_of
@@ -31,6 +32,7 @@ from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
+from mpitrain.weights import user_meta
 from mpitrain.weights.agreed import agreed_optimizer
 from mpitrain.weights.buffers import as_on_first_holder, warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
@@ -45,6 +47,7 @@ from mpitrain.weights.stages import with_other_stages
 from mpitrain.weights.targets import holders_of, is_first_holder, ranks_of_model
 
 
+@runtime_checkable
 class Source(Protocol):
     """A stored state: a checkpoint, or copies in node memory."""
 
@@ -59,6 +62,7 @@ class OnDisk:
     """The Source that is a checkpoint. `copies`: places of copies of it."""
 
     def __init__(self, path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None = None) -> None:
+        copies_of(path, copies)  # an error of the arguments comes here, on all ranks
         self._path, self._copies = path, copies
 
     def __str__(self) -> str:
@@ -103,8 +107,10 @@ def save(
 
     `optimizer`: None on a stage of a pipeline that trains nothing, if other stages have one. `comm`: for a model that is not sharded,
     the ranks that all hold this model and make this call; None: only this process saves.
-    `meta`: a JSON-like dict of the user. `tensors`: further tensors in the form of `ckpt.save`. The options (`files`, `driver`,
-    `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors are those of `ckpt.save`.
+    `meta`: a dict of the program. Values of JSON are in the file as they are, those that JSON does not have are encoded
+    (user_meta.py). ValueError on all ranks for the keys of mpitrain itself, TypeError for other values. `tensors`: further tensors in
+    the form of `ckpt.save`. The options (`files`, `driver`, `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors
+    are those of `ckpt.save`.
 
     `only`: a pattern of names of parameters and buffers, such as "*lora*", or several. Only these are saved, with their state in the
     optimizer and their average, as for a model whose base is frozen; a module takes its buffers along. The stages of a pipeline may
@@ -129,7 +135,7 @@ def collect(
     ranks, doing = ranks_of(comm), "mpitrain.save"
     everything: dict[str, Any] = {}
     with ranks.together(doing):
-        described, own = dict[str, Any](meta or {}), dict[str, Any](tensors or {})
+        described, own = user_meta.checked(meta), dict[str, Any](tensors or {})
         names = names_of(model, optimizer)
         if ema is not None:
             ema.check_apart()
@@ -172,7 +178,9 @@ def load(
     cast: bool = False,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks; returns its meta. Collective.
+    """Fill a model, sharded or not, and its optimizer from a checkpoint of any number of ranks. Collective.
+
+    Returns the meta of the save, with the same values.
 
     Model and optimizer are then as those that were saved: state of the optimizer that the checkpoint does not have is removed.
 
@@ -192,7 +200,7 @@ def load(
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model, ValueError for a pattern that
     matches nothing.
     """
-    source = OnDisk(path, copies) if isinstance(path, str | os.PathLike) else path
+    source = path if isinstance(path, Source) else OnDisk(path, copies)
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     ranks, doing = ranks_of(comm), "mpitrain.load"
 
@@ -235,7 +243,8 @@ def load(
     _write_back(model, {name: wanted[name] for name in arrays}, arrays)
     for kind in kinds:
         kind.loaded(there)
-    return there.meta
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    return user_meta.restored(there.meta, device)
 
 
 def _kinds(

@@ -231,6 +231,8 @@ def test_extra_state_goes_out_and_in(comm: Communicator, shared_tmp: Path, way: 
     other, its = model_of({"n": 9}, torch.tensor([9.0]))
     mpitrain.load_weights(other, shared_tmp / "out")
     assert its.get("blocks.1.counting", Counting(torch.tensor([0.5]))).kept.tolist() == [0.5]
+    with pytest.raises(ValueError, match=r"meta has \['optimizer'\], which mpitrain has there itself"):
+        mpitrain.save(shared_tmp / "d", model, meta={"optimizer": 1} if comm.rank == 0 else {})
     full.pop("blocks.1.counting._extra_state", None)
     with pytest.raises(ValueError, match=r"the state dict lacks blocks\.1\.counting\._extra_state and has nothing"):
         mpitrain.load_full_state_dict(other, full)

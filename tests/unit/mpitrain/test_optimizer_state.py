@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -100,7 +101,8 @@ def test_each_optimizer_of_torch_goes_on_as_before(tmp_path: Path, kind: str) ->
 
 VALUES = [
     None, True, 7, 1 << 80, 0.1, math.inf, -math.inf, math.nan, 1 + 2j, complex(math.inf, 0.5), "text", (), (0.9, (1, "x")), [1, [2.5]],
-    {"warmup": 5, 3: None, (1, "a"): [{"b": math.inf}]}, torch.bfloat16, np.float32(0.25), np.float64(0.1), np.int64(-(1 << 63)),
+    {"warmup": 5, 3: None, (1, "a"): [{"b": math.inf}]}, Counter({3: 2}), OrderedDict({"b": (1,), 2: []}),
+    torch.bfloat16, np.float32(0.25), np.float64(0.1), np.int64(-(1 << 63)),
     np.uint64((1 << 64) - 1), np.bool_(True), np.complex64(1 - 2j), np.arange(6, dtype=np.int16).reshape(2, 3), np.array(0.5),
     np.zeros((0, 2)),
     torch.tensor(0.001), torch.tensor([[1.5, math.inf]], dtype=torch.bfloat16), torch.tensor(3), torch.tensor(True), torch.zeros(0, 3),
@@ -153,6 +155,13 @@ def test_what_cannot_be_kept_is_an_error_of_the_save(tmp_path: Path) -> None:
         mpitrain.save(tmp_path / "c", model, optimizer)
     with pytest.raises(TypeError, match=r"the state_dict\(\) of Odd has seed, which a checkpoint does not keep"):
         mpitrain.save(tmp_path / "c", model, Odd(model.parameters(), lr=0.1))
+    del optimizer.state[model[0].bias]["rule"]
+    for value, error in ((torch.ones(4).to_sparse(), "torch.sparse_coo"), ([[], 1], "nested more than 100 deep")):
+        if isinstance(value, list):
+            value[0] = value  # type: ignore[assignment]
+        optimizer.state[model[0].bias]["kept"] = value
+        with pytest.raises(TypeError, match=r"'kept' of the optimizer's state of 0.bias.*" + error):
+            mpitrain.save(tmp_path / "c", model, optimizer)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,104 @@
+"""The `meta` of a program comes back from `mpitrain.load` with the same values, such as the state of a scheduler."""
+
+import copy
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import optim
+from torch.optim import lr_scheduler as lrs
+
+import ckpt
+import mpitrain
+from tests.unit.mpitrain.test_optimizer_state import VALUES, assert_same, model_of
+
+SCHEDULERS: dict[str, Any] = {
+    "plateau": lambda o: lrs.ReduceLROnPlateau(o, patience=0),
+    "multi-step": lambda o: lrs.MultiStepLR(o, [1, 2, 2], 0.5),
+    "one cycle": lambda o: lrs.OneCycleLR(o, 0.1, total_steps=10),
+    "sequential": lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o), lrs.MultiStepLR(o, [1])], [2]),
+    "chained": lambda o: lrs.ChainedScheduler([lrs.LinearLR(o), lrs.ExponentialLR(o, 0.9)]),
+    "cyclic": lambda o: lrs.CyclicLR(o, 0.1, 0.2, mode="exp_range"),
+    "lambda": lambda o: lrs.LambdaLR(o, lambda step: 0.5**step),
+    "restarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
+    "swa": lambda o: optim.swa_utils.SWALR(o, 0.01),
+}
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_goes_on_by_the_meta(tmp_path: Path, kind: str, lr: Any) -> None:
+    model = model_of()
+
+    def made() -> tuple[optim.Optimizer, Any]:
+        optimizer = optim.SGD(model.parameters(), lr=copy.deepcopy(lr), momentum=0.9)
+        return optimizer, SCHEDULERS[kind](optimizer)
+
+    def rates(optimizer: optim.Optimizer, scheduler: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step(*([1.0] if kind == "plateau" else []))
+            found.append(float(optimizer.param_groups[0]["lr"]))
+        return found
+
+    optimizer, scheduler = made()
+    rates(optimizer, scheduler)
+    saved = copy.deepcopy(scheduler.state_dict())
+    mpitrain.save(tmp_path / "c", model, optimizer, meta={"scheduler": scheduler.state_dict()})
+    expected = rates(optimizer, scheduler)
+    optimizer, scheduler = made()
+    meta = mpitrain.load(tmp_path / "c", model, optimizer)
+    assert_same(meta, {"scheduler": saved})
+    scheduler.load_state_dict(meta["scheduler"])
+    assert rates(optimizer, scheduler) == expected
+
+
+def test_the_meta_comes_back(tmp_path: Path) -> None:
+    """In the file it has the values of JSON as they are."""
+    model = model_of()
+    plain = {"step": 3, "note": ["a", None, {"x": [0.5, True]}], "best": math.inf, "type": {"type": "list"}}
+    mpitrain.save(tmp_path / "c", model, meta=plain)
+    assert_same(ckpt.open(tmp_path / "c").meta, plain)
+    more = {
+        **plain,
+        **{f"{number}": [value] for number, value in enumerate(VALUES) if not isinstance(value, np.float64)},
+    }
+    more |= {"mark": {"mpitrain.value": 3}, "mpitrain.value": 4}
+    optimizer = optim.Adam(model.parameters())
+    mpitrain.save(tmp_path / "more", model, optimizer, meta=more)
+    meta = mpitrain.load(tmp_path / "more", model, optimizer)
+    assert_same(meta, more)
+    mpitrain.save(tmp_path / "again", model, optimizer, meta=meta)
+
+    class Own(OrderedDict):
+        """JSON takes it for a dict."""
+
+    classes = {"own": Own(a=np.float64(0.5)), "size": torch.Size([2])}
+    mpitrain.save(tmp_path / "classes", model, meta=classes)
+    assert_same(mpitrain.load(tmp_path / "classes", model), {"own": {"a": 0.5}, "size": [2]})
+
+
+def test_meta_that_is_refused(tmp_path: Path) -> None:
+    model, loop, deep = model_of(), [], ()
+    loop.append(loop)
+    for _ in range(500):
+        deep = (deep,)
+    for key in ("optimizer", "extra_state", "diloco", "compression", "saved_only"):
+        with pytest.raises(ValueError, match=rf"meta has \['{key}'\], which mpitrain has there itself"):
+            mpitrain.save(tmp_path / "c", model, meta={"step": 3, key: True})
+    for value, error in (
+        ({3}, r"meta\['x'\] is a set, which a checkpoint cannot keep"),
+        (torch.ones(5000), r"meta\['x'\] has shape \(5000,\)"),
+        (torch.ones(2).to_sparse(), r"meta\['x'\] is a tensor that is torch.sparse_coo"),
+        (loop, "nested more than 400 deep, or holds itself"),
+        (deep, "nested more than 100 deep, or holds itself"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            mpitrain.save(tmp_path / "c", model, meta={"x": value})
+    with pytest.raises(ckpt.CheckpointError, match="the path is None"):
+        mpitrain.load(None, model)  # type: ignore[arg-type]
