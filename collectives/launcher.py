@@ -1,5 +1,6 @@
 """The information about this process's launcher that is available before MPI starts."""
 
+import math
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.processes import stat_fields
+from collectives.processes import age_s, stat_fields
 
 
 class _Launcher(NamedTuple):
@@ -178,6 +179,10 @@ class Daemon:
             ):  # the launcher sets one for what it starts, and may itself have others
                 break
             process = parent
+
+    def age_s(self) -> float:
+        """The seconds since that process has started; infinite if no launcher has started this rank."""
+        return age_s(list(self._parents.values())[-1]) if self._parents else math.inf
 
     def has_died(self) -> bool:
         """Whether that process has ended. False if no launcher has started this rank."""

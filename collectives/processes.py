@@ -1,6 +1,8 @@
 """What the kernel says about a process of this host, and does for this one."""
 
 import ctypes
+import math
+import os
 import signal
 from pathlib import Path
 
@@ -21,3 +23,11 @@ def stat_fields(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def age_s(pid: int) -> float:
+    """The seconds since a process has started; infinite if there is no such process."""
+    if not (fields := stat_fields(pid)):
+        return math.inf
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -11,12 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.launcher import job_name
+from collectives.launcher import Daemon, job_name
 from collectives.version import release, sources
 from mpitrain.doctor.findings import Finding, Level, names
 
 _WAIT_S = 3.0  # for the files of the other ranks
 _NAP_S = 0.01
+_SLACK_S = 5.0  # between the starts of a job's daemons on its hosts
+LIMIT_S = _WAIT_S + 5.0
+"""The longest time of a comparison whose disk answers."""
 
 
 class Sources(NamedTuple):
@@ -35,42 +38,72 @@ def own_sources() -> Sources:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or the nearest one above it that exists, as far as this process may see."""
     place = folder.absolute()
-    while not place.exists() and place != place.parent:
+    while not _exists(place) and place != place.parent:
         place = place.parent
     return place
 
 
+def _exists(place: Path) -> bool:
+    with suppress(OSError):  # a name that is too long, or a folder that this user may not enter
+        return place.exists()
+    return False
+
+
 class Beforehand:
-    """The files of the ranks of this job."""
+    """The files of the ranks of this job. `compare` may hang with the disk."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        job = hashlib.blake2b(job_name().encode(), digest_size=8).hexdigest()
-        self._files = [existing(folder) / f".mpitrain-doctor-{job}-{each}" for each in range(size)]
-        self._rank = rank
+        self._folder, self._rank, self._size = folder, rank, size
+        self._files: list[Path] = []  # those of all ranks, when this rank has written its own
 
     def compare(self) -> Finding | None:
         """What is wrong with the sources of the ranks, as far as this rank sees them; None if nothing is."""
-        if not job_name() or len(self._files) == 1:
+        if not job_name() or self._size == 1:
             return None
-        mine = self._files[self._rank]
-        with suppress(OSError):
-            part = mine.with_name(mine.name + ".part")
+        job = hashlib.blake2b(job_name().encode(), digest_size=8).hexdigest()
+        place = existing(self._folder)
+        files = [place / f".mpitrain-doctor-{job}-{each}" for each in range(self._size)]
+        mine = files[self._rank]
+        part = mine.with_name(mine.name + ".part")
+        try:
             part.write_text(json.dumps(own_sources()))
             part.rename(mine)
+            # A run of the same name that was killed may have left files. The disk's clock may be another one.
+            began = mine.stat().st_mtime - Daemon().age_s() - _SLACK_S
+        except OSError:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            return None  # as rank 0, which does not see this rank
+        self._files = files
         found: dict[int, Sources] = {}
         end = time.monotonic() + _WAIT_S
-        while len(found) < len(self._files) and time.monotonic() < end:
-            for rank in set(range(len(self._files))) - set(found):
-                with suppress(OSError):
-                    found[rank] = Sources(*json.loads(self._files[rank].read_text()))
+        while not self._look(found, began) and time.monotonic() < end:
             time.sleep(_NAP_S)
-        return judge(found)
+        finding = judge(found)
+        if self._rank == 0 and len(found) < self._size and finding is None:
+            mine.unlink()  # it goes on into MPI; so must a rank that comes later, and `world()` compares them
+        return finding
+
+    def is_reported(self) -> bool:
+        """On a rank that has found a difference: wait until rank 0 has reported it, or goes on into MPI, as this rank must then."""
+        first, mine = self._files[0], self._files[self._rank]
+        while mine.exists() and first.exists():
+            time.sleep(_NAP_S)
+        return not mine.exists()
+
+    def _look(self, found: dict[int, Sources], began: float) -> bool:
+        """Add the files that are there and were written since `began`. Returns whether those of all ranks are."""
+        for rank in set(range(self._size)) - set(found):
+            with suppress(OSError, ValueError, TypeError):  # no file, or none of this form
+                if self._files[rank].stat().st_mtime >= began:
+                    found[rank] = Sources(*json.loads(self._files[rank].read_text()))
+        return len(found) == self._size
 
     def close(self) -> None:
         """Remove this rank's file, on rank 0 those of all ranks. At the end, when the other ranks have read it."""
-        for file in self._files if self._rank == 0 else [self._files[self._rank]]:
+        for file in reversed(self._files) if self._rank == 0 else self._files[self._rank :][:1]:  # see `is_reported`
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 

@@ -19,10 +19,11 @@ from collectives.commands.terminal import console, or_usage_error
 from collectives.environment import checked_seconds
 from collectives.launcher import launched_size
 from mpitrain.config import Config
-from mpitrain.doctor.beforehand import Beforehand
+from mpitrain.doctor.beforehand import LIMIT_S, Beforehand
 from mpitrain.doctor.checks import CHECKS, Options
 from mpitrain.doctor.findings import Finding, Level, exit_code, show, to_json
 from mpitrain.doctor.watch import SIGNALS, Ended, Watch, end
+from mpitrain.doctor.worker import Failed, bounded
 from mpitrain.elastic.copies.orphans import KEPT_S
 
 _CLEANING = "old files"
@@ -39,9 +40,13 @@ def main(words: Sequence[str]) -> int:
         signal.signal(number, end)
     beforehand = Beforehand(Path(options.run), max(rank, 0), launched_size())
     try:
-        differs = None if options.clean or rank < 0 else beforehand.compare()
+        differs = None if options.clean or rank < 0 else bounded(beforehand.compare, LIMIT_S)
+        if isinstance(differs, Failed):  # the check of the folder says why
+            differs = None
         if differs is not None and rank > 0:
-            return 0  # rank 0's exit code counts
+            if _is_reported(beforehand):
+                return 0  # rank 0's exit code counts
+            differs = None
         if differs is not None:
             watch.add(differs)
         watch.check(with_mpi=differs is None and (rank >= 0 or not options.clean))
@@ -66,6 +71,13 @@ def main(words: Sequence[str]) -> int:
     beforehand.close()
     watch.end_children()
     return code
+
+
+def _is_reported(beforehand: Beforehand) -> bool:
+    try:
+        return beforehand.is_reported()
+    except Ended:  # rank 0 has ended
+        return True
 
 
 _LAUNCHER = "see the text above: another rank has crashed, or a time limit of the launcher or of the batch system has ended the job"

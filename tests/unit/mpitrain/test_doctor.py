@@ -4,6 +4,8 @@ import fcntl
 import io
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from collectives.processes import age_s
 from mpitrain.doctor import beforehand, host, network
 from mpitrain.doctor.checks import CHECKS, Check
 from mpitrain.doctor.command import main
@@ -425,3 +428,80 @@ def test_sources_that_differ_are_found_before_mpi_starts(tmp_path: Path, monkeyp
     assert {finding.level for finding in compared(mine, mine._replace(release="9")) if finding} == {Level.ERROR}
     monkeypatch.setattr(beforehand, "job_name", lambda: "")  # MPICH's mpirun names no job
     assert compared(mine, other) == [None, None]
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[beforehand.Beforehand]:
+    """The two ranks of a job, of two versions; a rank does not wait long for the other one."""
+    sources = beforehand.own_sources()
+    own = iter([sources, *[sources._replace(code="0123")] * 2])
+    monkeypatch.setattr(beforehand, "job_name", lambda: "job")
+    monkeypatch.setattr(beforehand, "own_sources", lambda: next(own))
+    monkeypatch.setattr(beforehand, "_WAIT_S", 0.05)
+    monkeypatch.setattr(beforehand.Daemon, "age_s", lambda self: 1.0)
+    return [beforehand.Beforehand(tmp_path, rank, 2) for rank in range(2)]
+
+
+def test_a_rank_that_comes_when_rank_0_waits_in_mpi_goes_there_too(
+    job: list[beforehand.Beforehand], tmp_path: Path
+) -> None:
+    rank_0, rank_1 = job
+    assert rank_0.compare() is None
+    assert rank_1.compare() is None
+    for rank in job:
+        rank.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_differs_ends_when_rank_0_has_reported_it(
+    is_late: bool, job: list[beforehand.Beforehand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank_0, rank_1 = job
+    monkeypatch.setattr(beforehand, "_WAIT_S", 10.0)
+    with ThreadPoolExecutor() as threads:
+        of_rank_0 = threads.submit(rank_0.compare)
+        assert rank_1.compare() is not None
+        of_rank_0.result()
+        waits = threads.submit(rank_1.is_reported)
+        time.sleep(0.03)
+        assert not waits.done()
+        if is_late:  # the file system has shown the file of rank 1 to rank 0 too late
+            (file,) = tmp_path.glob("*-0")
+            file.unlink()
+        else:
+            rank_0.close()
+        assert waits.result() is not is_late
+
+
+def test_files_of_a_killed_run_of_the_same_name_are_not_read(
+    job: list[beforehand.Beforehand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank_0, rank_1 = job
+    assert rank_1.compare() is None  # of this job's name
+    (file,) = tmp_path.iterdir()
+    os.utime(file, (0, time.time() - 3600.0))
+    for job_s, is_found in ((7200.0, True), (60.0, False)):
+        monkeypatch.setattr(beforehand.Daemon, "age_s", lambda self, job_s=job_s: job_s)
+        assert (rank_0.compare() is not None) is is_found
+
+
+def test_a_folder_in_which_no_file_can_be_made_costs_no_time(
+    job: list[beforehand.Beforehand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert beforehand.existing(tmp_path / ("x" * 300) / "runs") == tmp_path
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(beforehand, "_WAIT_S", 60.0)
+    blocked = beforehand.Beforehand(tmp_path / "file", 0, 2)
+    assert blocked.compare() is None
+    blocked.close()
+    without_size = beforehand.Beforehand(tmp_path, 2, 1)  # PRRTE's prterun tells no size
+    assert without_size.compare() is None
+    without_size.close()
+
+
+def test_the_age_of_a_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert age_s(child.pid) < 1 < age_s(1)
+        child.communicate(b"\n")
+    assert age_s(child.pid) == float("inf")
