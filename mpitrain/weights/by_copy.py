@@ -8,7 +8,7 @@ without local steps goes on from them. Three more kinds of tensors complete the 
 - `copies/optimizer/KEY/NAME`, one row per copy but copy 0: the state of the inner optimizer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from mpitrain.weights.saved import There
 class SavedCopies:
     """What of local steps is saved and loaded, beside the outer parameters, and the optimizer's state of copy 0.
 
-    `names`: of the parameters of `optimizer`, which may be None. A copy beyond the number of those in a checkpoint takes the outer
-    parameters, and the optimizer's state of the copy of its number modulo that.
+    `names`: of the parameters of `optimizer`, which may be None. `of_part`: of the model's parameters that take part; None: all. A copy
+    beyond the number of those in a checkpoint takes the outer parameters, and the optimizer's state of the copy of its number modulo
+    that.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class SavedCopies:
         diloco: DiLoCo,
         optimizer: torch.optim.Optimizer | None,
         names: Mapping[nn.Parameter, str],
+        of_part: Container[str] | None,
     ) -> None:
-        self._model, self._diloco, self._names = model, diloco, names
+        self._model, self._diloco, self._names, self._of_part = model, diloco, names, of_part
         self._states: Mapping[Any, Mapping[str, Any]] = {} if optimizer is None else optimizer.state
 
     def meta(self) -> dict[str, Any]:
@@ -62,7 +64,7 @@ class SavedCopies:
         for name, value in self._diloco.momentum.items():
             if f"outer_momentum/{name}" in there.tensors:
                 found[f"outer_momentum/{name}"] = held(value, params[name])
-        if self._diloco.is_apart:
+        if self._has_inner(there):
             inner = HeldByCopy(self._model, is_saved=False, num_rows=self._num(there), row=self._diloco.copy)
             is_new = self._is_new(there)
             found |= {f"copies/model/{name}": () if is_new else inner(param, param) for name, param in params.items()}
@@ -80,12 +82,16 @@ class SavedCopies:
 
     def loaded(self, there: There) -> None:
         if self._diloco.is_local and self._is_new(there):
-            self._diloco.show_outer()
+            self._diloco.show_outer(self._of_part)
 
     def _num(self, there: There) -> int:
         """The number of copies in the checkpoint."""
         return int(there.meta.get("diloco", {}).get("copies", 1))
 
+    def _has_inner(self, there: There) -> bool:
+        """Whether the checkpoint has inner parameters, and the steps go on as local ones."""
+        return self._diloco.is_local and bool(there.meta.get("diloco", {}).get("is_apart", False))
+
     def _is_new(self, there: There) -> bool:
         """Whether the checkpoint has no inner parameters for this copy, which takes the outer ones."""
-        return not self._diloco.is_apart or self._diloco.copy >= self._num(there)
+        return not self._has_inner(there) or self._diloco.copy >= self._num(there)

@@ -219,10 +219,8 @@ def load(
     kinds = _kinds(
         model, optimizer, names, ema, comm, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read
     )
-    if (diloco := diloco_of(model)) is not None:
-        diloco.load_state_dict(
-            there.meta.get("diloco", {})
-        )  # first: in local steps the model's tensors are the outer parameters
+    if (diloco := diloco_of(model)) is not None:  # first: in local steps the model's tensors are the outer parameters
+        diloco.load_state_dict(there.meta.get("diloco", {}), None if chosen is None else chosen.names)
     wanted = dict(tensors or {})
     with ranks.together(doing):
         _check_room(wanted)
@@ -270,7 +268,7 @@ def _kinds(
     kinds: list[Saved] = [SavedModel(model, ema, of_part), SavedExtraState(model, comm, of_part)]
     copies = None
     if (diloco := diloco_of(model)) is not None:
-        kinds.append(copies := SavedCopies(model, diloco, optimizer, names))
+        kinds.append(copies := SavedCopies(model, diloco, optimizer, names, of_part))
     if optimizer is not None:
         options = {"hyperparameters": hyperparameters, "strict": strict}
         kinds.append(SavedOptimizer(model, optimizer, names, copies=copies, comm=comm, stages=stages, **options))

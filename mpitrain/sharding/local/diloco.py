@@ -13,7 +13,7 @@ copies go on from its result. The optimizer's state stays with each copy.
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -243,20 +243,39 @@ class DiLoCo:
         local = {"copies": self.num_copies, "is_apart": self.is_apart} if self.is_local else {}
         return {"steps": self.num_steps, **local}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`. The tensors follow. {}, of a training without local steps: begin with step 0."""
-        self.num_steps = state.get("steps", 0)
-        self.is_apart, self._is_compared = self.is_local and state.get("is_apart", False), False
-        for momentum in self.momentum.values():
-            momentum.zero_()  # a checkpoint of exact steps has none
+    def load_state_dict(self, state: Mapping[str, Any], names: Container[str] | None = None) -> None:
+        """Load the result of `state_dict`. The tensors follow. {}, of a training without local steps: begin with step 0.
+
+        `names`: of the parameters that are loaded; None: all. Others keep their values, their momentum, and their difference between
+        the copies; with {} the steps go on, too. ValueError on all ranks if others differ between the copies, and the state is that of
+        an exact step.
+        """
+        taken = {name for name in self.params if names is None or name in names}
+        is_part = names is not None and any(self._ranks.everyone.all_gather_object(len(taken) < len(self.params)))
+        steps, stay_apart = state.get("steps", self.num_steps if is_part else 0), is_part and self.is_apart
+        if stay_apart and steps < self._exact_steps:
+            raise ValueError(
+                f"DiLoCo: a part of the model is loaded from step {steps}, which is an exact one, and the copies of the rest differ by "
+                "local steps; call outer_step() before the load, or load all"
+            )
+        if is_part and not self.is_local:
+            for each in self._outer:  # in exact steps nobody kept the outer values of those that stay
+                each.restart()
+        self.num_steps = steps
+        self.is_apart = self.is_local and (stay_apart or state.get("is_apart", False))
+        self._is_compared = False
+        for name in taken & self.momentum.keys():
+            self.momentum[name].zero_()  # a checkpoint of exact steps has none
         self._take_phase()
 
     @torch.no_grad()
-    def show_outer(self) -> None:
-        """Give this copy the outer parameters, in the place of its own."""
+    def show_outer(self, names: Container[str] | None = None) -> None:
+        """Give this copy the outer parameters, in the place of its own. `names`: of some of them; None: all."""
         self._prepare_writes()
-        for each in self._outer:
-            each.show()
+        params = self.params
+        for name, values in self._values.items():
+            if names is None or name in names:
+                params[name].copy_(values)
 
     def _take_phase(self) -> None:
         for unit in units_of(self._model):

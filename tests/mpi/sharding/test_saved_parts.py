@@ -270,3 +270,61 @@ def test_each_stage_passes_the_names_that_it_has(comm: Communicator, shared_tmp:
     for name, param in other.named_parameters():
         expected = dict(first.named_parameters())[name] if "mlp" in name else torch.zeros_like(param)
         assert torch.equal(param, expected), name
+
+
+@pytest.mark.ranks(2)
+def test_a_part_in_local_steps(comm: Communicator, shared_tmp: Path) -> None:
+    """What is not loaded keeps its inner and outer values, its momentum, and the phase of its steps."""
+
+    def made(exact_steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, mpitrain.DiLoCo]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        mpitrain.fully_shard(model, comm, stage=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, mpitrain.DiLoCo(model, every=2, exact_steps=exact_steps)
+
+    def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, diloco: mpitrain.DiLoCo, num: int) -> None:
+        for _ in range(num):
+            model(torch.randn(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+
+    def values(diloco: mpitrain.DiLoCo, part: str) -> list[list[torch.Tensor]]:
+        kinds = (diloco.inner, diloco.outer, diloco.momentum)
+        return [[value.clone() for name, value in its.items() if name.startswith(part)] for its in kinds]
+
+    def same(here: list[list[torch.Tensor]], there: list[list[torch.Tensor]]) -> bool:
+        return all(torch.equal(*pair) for pairs in zip(here, there, strict=True) for pair in zip(*pairs, strict=True))
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mpitrain.save(shared_tmp / "plain", plain, comm=comm)
+    local = made()
+    torch.manual_seed(comm.rank)
+    go_on(*local, 3)
+    mpitrain.save(shared_tmp / "local", *local[:2])
+    part = values(local[2], "1.")
+    for exact_steps, steps in ((0, 3), (0, 4), (5, 2)):  # copies that differ, that do not, and in exact steps
+        made_here = model, _, diloco = made(exact_steps)
+        go_on(*made_here, steps)
+        kept, was_apart = values(diloco, "0."), diloco.is_apart
+        mpitrain.load(shared_tmp / "plain", model, only="1.*")
+        assert same(values(diloco, "0."), kept) and (diloco.num_steps, diloco.is_apart) == (steps, was_apart)
+        loaded = values(diloco, "1.")
+        assert same([loaded[0]], [loaded[1]]) and not any(each.any() for each in loaded[2])
+        if exact_steps == 0:
+            mpitrain.load(shared_tmp / "local", model, only="1.*")
+            assert same(values(diloco, "0."), kept) and same(values(diloco, "1."), part)
+            assert (diloco.num_steps, diloco.is_apart) == (3, True)
+        go_on(*made_here, 4)
+        assert len(set(map(str, comm.all_gather_object(values(diloco, "")[1])))) == 1
+    made_here = model, _, diloco = made(exact_steps=2)
+    go_on(*made_here, 1)
+    mpitrain.save(shared_tmp / "exact", model)
+    kept = values(diloco, "0.")
+    mpitrain.load(shared_tmp / "local", model, only="1.*")  # its steps are local ones here
+    assert same(values(diloco, "0."), kept) and diloco.is_apart
+    with pytest.raises(ValueError, match=r"from step 1, which is an exact one, and the copies of the rest differ"):
+        mpitrain.load(shared_tmp / "exact", model, only="1.*")
+    mpitrain.load(shared_tmp / "exact", model)
+    assert diloco.num_steps == 1 and not diloco.is_apart
