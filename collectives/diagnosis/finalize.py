@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 
 from collectives.diagnosis.job import Job
+from collectives.launcher import ULFM_VARIABLE, is_on
 
 
 class _Ending:
@@ -47,9 +48,11 @@ def _finalize(process: int) -> None:
 
 def look_for_loss() -> None:
     """Let MPI_Finalize not wait for a rank that was lost before `world()` has started a monitor, which would have said so."""
-    if _mpi_runs() and _no_barrier() is not None:
-        from mpi4py import MPI
+    if not _mpi_runs() or not is_on(os.environ.get(ULFM_VARIABLE, "")):
+        return
+    from mpi4py import MPI
 
+    with suppress(MPI.Exception, NotImplementedError):  # a library without ULFM
         if MPI.COMM_WORLD.Get_failed().size:
             leave_out_barrier()
 
