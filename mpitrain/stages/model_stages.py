@@ -59,7 +59,6 @@ class ModelStages:
     def _passage_of(self, stage: int) -> Passage:
         own = self._division[stage]
         return Passage(
-            is_first=stage == 0,
             is_last=stage == self.num_stages - 1,
             comes=self._split(own.start),
             goes=self._split(own.stop),
@@ -73,8 +72,9 @@ class ModelStages:
         """Let the blocks of a stage tell its passage what they get and return."""
         passage = self._passages[stage]
 
-        def comes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            passage.come(block, *args, *kwargs.values())
+        def comes(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            stream = passage.come(block, *args, *kwargs.values())
+            return ((stream, *args[1:]), kwargs) if args else (args, kwargs | dict.fromkeys(list(kwargs)[:1], stream))
 
         def goes(block: nn.Module, args: Any, output: Any) -> None:
             passage.go(output)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpitrain.stage_streams import SplitStream
 
@@ -28,45 +29,62 @@ class Passage:
     """The stream in one stage, from the stage before to the stage behind, in one forward after the other.
 
     Between two blocks the model must pass the stream on as it is: the code there runs in the stages of both. What it computes before
-    the first block, or behind the last one that it calls, is of the first and the last stage.
+    the first block that it calls, or behind the last one, is of the first and the last stage alone, whichever blocks these are.
 
     `comes`, `goes`: how the stream is split where it enters the stage, and where it leaves it.
     """
 
-    def __init__(self, *, is_first: bool, is_last: bool, comes: SplitStream | None, goes: SplitStream | None) -> None:
+    def __init__(self, *, is_last: bool, comes: SplitStream | None, goes: SplitStream | None) -> None:
         self.comes, self._goes = comes, goes
-        self._is_first, self._is_last = is_first, is_last
-        self.close()
+        self._is_last = is_last
+        self._at = _At.NOWHERE
+        self._stream: torch.Tensor | None = None
+        """What has entered, then the output of the last block that ran; None in the first stage before its first block."""
+        self._replaced: list[tuple[StorageWeakRef, torch.Tensor]] = []
+        """Streams that a block has got in place of another, as long as that one lives: a backward may compute the block again."""
 
     def begin(self, stream: torch.Tensor | None) -> None:
         """A forward begins, with the stream of the stage before; None in the first stage."""
         self._at, self._stream = _At.BEFORE, stream
+        self._replaced = [(given, its) for given, its in self._replaced if not given.expired()]
 
     def close(self) -> None:
         """After a forward, also a failed one."""
-        self._at = _At.NOWHERE
-        self._stream: torch.Tensor | None = None
-        """What has entered, then the output of the last block that ran; None in the first stage before its first block."""
+        self._at, self._stream = _At.NOWHERE, None
 
     def give(self) -> Any:
         """The stream, in the place of a block of an earlier stage."""
         self._reach(_At.EARLIER)
         return self._stream
 
-    def come(self, block: nn.Module, stream: Any = None, *others: Any) -> None:
-        """A block of the stage is called with these arguments."""
+    def come(self, block: nn.Module, stream: Any = None, *others: Any) -> Any:
+        """A block of the stage is called with these arguments; returns the stream that it gets."""
         if self._at is _At.NOWHERE:
-            return
+            return self._again(stream)
         before = self._at
         self._reach(_At.WITHIN)
-        if before >= _At.WITHIN or self._is_first:
-            return
-        self._check(stream, before)
+        if before >= _At.WITHIN or self._stream is None:
+            return stream
         if any(isinstance(x, torch.Tensor) and _is_same(x, stream) for x in others):
             raise ValueError(
                 f"pipeline: {type(block).__name__} gets the stream of the first block as one more argument; the later stages of a "
                 "pipeline do not have it"
             )
+        if _is_same(stream, self._stream):
+            return stream
+        if before is not _At.BEFORE:
+            raise _between()
+        # The model skips all blocks before, so what it has computed is what the first stage has computed before its first block.
+        if isinstance(stream, torch.Tensor):
+            self._replaced.append((StorageWeakRef(stream.untyped_storage()), self._stream))
+        return self._stream
+
+    def _again(self, stream: Any) -> Any:
+        """The stream that a block has got in its forward, if a backward computes it again, as by torch's checkpoint around a call."""
+        if isinstance(stream, torch.Tensor) and self._replaced:
+            here = stream.untyped_storage()._cdata
+            return next((its for given, its in self._replaced if given.cdata == here), stream)
+        return stream
 
     def go(self, output: torch.Tensor) -> None:
         """A block of the stage has returned."""
@@ -82,8 +100,10 @@ class Passage:
         """A block of a later stage is called with the stream; what it returns in this stage."""
         if self._at in (_At.NOWHERE, _At.LATER):
             return x
-        if self._stream is not None:
-            self._check(x, self._at)
+        if self._stream is not None and not _is_same(x, self._stream):
+            if self._at is not _At.BEFORE:
+                raise _between()
+            x = self._stream
         self._at, self._stream = _At.LATER, self._passed_on(x)
         return self._stream
 
@@ -107,23 +127,9 @@ class Passage:
                 "pipeline: the model's forward calls a block after one that follows it, as in a second round over them; a pipeline "
                 "runs through its stages once, so call the blocks in their order"
             )
-        if at is _At.EARLIER and self._at is _At.BEFORE and self.comes is not None:
+        if at is _At.EARLIER and self._at is _At.BEFORE and self.comes is not None and self._stream is not None:
             self._stream = self.comes.arrive(self._stream)
         self._at = at
-
-    def _check(self, x: Any, at: _At) -> None:
-        assert self._stream is not None
-        if _is_same(x, self._stream):
-            return
-        if at is _At.BEFORE:
-            raise ValueError(
-                "pipeline: the model computes with the stream before its blocks, and calls none of the blocks of the stages before "
-                "this one, so this would be done twice; let a block that is skipped return its input"
-            )
-        raise ValueError(
-            "pipeline: the model computes with the stream between two blocks, for example adds a residual there, and at a border of "
-            "stages this would be done twice; let the blocks do it"
-        )
 
     def _passed_on(self, x: Any) -> Any:
         return x if self._goes is None else self._goes.pass_on(x)
@@ -175,6 +181,13 @@ class Leave(PassOn):
             return self._passage.take(x)
         self._passage.meet(x)
         return x
+
+
+def _between() -> ValueError:
+    return ValueError(
+        "pipeline: the model computes with the stream between two blocks, for example adds a residual there, and at a border of stages "
+        "this would be done twice; let the blocks do it"
+    )
 
 
 def _is_same(x: Any, y: torch.Tensor) -> bool:

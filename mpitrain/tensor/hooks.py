@@ -127,7 +127,8 @@ def split_stream(
     """A forward pre-hook of the first of a stack's blocks. `is_library`: a block of transformers, which must have one stream alone."""
     split = partial(_split_alone, ranks, module, args, kwargs) if is_library else ranks.split
     args, kwargs = _with_stream(args, kwargs, split)
-    ranks.stack = blocks
+    if not in_backward():  # activation checkpointing may repeat this block alone, which is no begin of the stack
+        ranks.stack = blocks
     return args, kwargs
 
 
