@@ -12,7 +12,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.weights.extra_state import extra_states, modules_with_extra_state
-from mpitrain.weights.plain_values import decoded, encoded, is_small, small_tensor
+from mpitrain.weights.meta.plain_values import decoded, encoded, is_small, small_tensor
 from mpitrain.weights.saved import There
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import ckpt
 from ckpt.convert.formats.safetensors import some
 from collectives import Communicator
-from mpitrain.weights.plain_values import decoded, encoded, small_tensor
+from mpitrain.weights.meta.plain_values import decoded, encoded, small_tensor
 from mpitrain.weights.saved import There
 
 _OWN = ("params", "param_names")

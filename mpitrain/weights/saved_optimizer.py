@@ -17,7 +17,7 @@ from collectives import Communicator
 from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.held import Held
-from mpitrain.weights.plain_values import check_dense, decoded, encoded, small_tensor
+from mpitrain.weights.meta.plain_values import check_dense, decoded, encoded, small_tensor
 from mpitrain.weights.saved import StoredTensor, There
 from mpitrain.weights.saved_groups import SavedGroups
 

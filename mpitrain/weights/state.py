@@ -32,12 +32,12 @@ from mpitrain.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
-from mpitrain.weights import user_meta
 from mpitrain.weights.agreed import agreed_optimizer
 from mpitrain.weights.buffers import as_on_first_holder, warn_of_differences
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.chosen import RECORD, Chosen, choose
 from mpitrain.weights.held import of_one_rank
+from mpitrain.weights.meta import user_meta
 from mpitrain.weights.saved import Saved, look
 from mpitrain.weights.saved_compression import Read, SavedCompression
 from mpitrain.weights.saved_extra import SavedExtraState

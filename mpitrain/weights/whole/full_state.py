@@ -10,8 +10,8 @@ from mpitrain.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.weights.buffers import persistent_buffers, warn_of_differences
 from mpitrain.weights.extra_state import extra_states, is_extra_state, modules_with_extra_state
-from mpitrain.weights.files import some
 from mpitrain.weights.targets import Target, begin, chunks_on_rank0, fill, ranks_of_model, targets_of, weights_of
+from mpitrain.weights.whole.files import some
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

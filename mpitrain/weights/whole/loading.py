@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mpitrain.rank0 import on_rank0
-from mpitrain.weights.files import FileTensor, Rename, find, opened, some
 from mpitrain.weights.targets import Target, begin, fill, targets_of
+from mpitrain.weights.whole.files import FileTensor, Rename, find, opened, some
 
 
 class Loaded(NamedTuple):

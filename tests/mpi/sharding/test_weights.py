@@ -20,7 +20,7 @@ import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
-from mpitrain.weights import files
+from mpitrain.weights.whole import files
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 

@@ -17,7 +17,7 @@ from torch import nn, optim
 import ckpt
 import mpitrain
 from ckpt.saving import save as saving
-from mpitrain.weights.plain_values import decoded, encoded, small_tensor
+from mpitrain.weights.meta.plain_values import decoded, encoded, small_tensor
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 

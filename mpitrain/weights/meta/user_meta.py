@@ -13,7 +13,7 @@ import torch
 
 from ckpt.format.manifest import MAX_META_DEPTH
 from mpitrain.weights.chosen import RECORD
-from mpitrain.weights.plain_values import decoded, encoded, small_tensor
+from mpitrain.weights.meta.plain_values import decoded, encoded, small_tensor
 
 RESERVED = ("optimizer", "extra_state", "diloco", "compression", RECORD)
 """The keys of what mpitrain has in the meta."""

@@ -63,7 +63,7 @@ def encoded(
     if type(value) is list:
         return {"type": "list", "value": [each(item, f"[{i}]") for i, item in enumerate(value)]}
     kind = type(value).__name__
-    if type(value) is _DICTS.get(kind):
+    if isinstance(value, dict) and type(value) is _DICTS.get(kind):
         items = [[encoded(key, where), each(item, f"[{key!r}]")] for key, item in value.items()]
         return {"type": kind, "value": items}
     raise TypeError(

@@ -1,0 +1,1 @@
+"""Values of Python in the meta of a checkpoint, which is JSON."""
