@@ -141,7 +141,7 @@ def check_leaps(model: Leaping, plain: Leaping, pipe: Pipeline) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("left_out", [(1,), (2,), (0, 1), (1, 2), (2, 3), (0, 1, 2), (1, 2, 3)])
+@pytest.mark.parametrize("left_out", [(2,), (0, 1), (1, 2), (0, 1, 2), (1, 2, 3)])
 @pytest.mark.parametrize(
     ("schedule", "division", "kind"),
     [
