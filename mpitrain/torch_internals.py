@@ -5,6 +5,7 @@ tests/unit/mpitrain/test_torch_internals.py fails when a release changes one of 
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,14 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> int:
     Only autograd's version counters see a write by any code. The optimizer's hook alone would miss an average or a load.
     """
     return sum(tensor._version for tensor in tensors)
+
+
+def writes_to_each(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor a number that grows with each write in place."""
+    return tuple(map(_version, tensors))
+
+
+_version = attrgetter("_version")
 
 
 def storage_of(tensor: torch.Tensor) -> int:

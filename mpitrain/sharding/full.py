@@ -9,7 +9,7 @@ from mpitrain.sharding.module import ShardedModule, sharded_modules, step_of
 from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.unit.registry import around_of
 from mpitrain.sharding.unit.unit import UnitState
-from mpitrain.sharding.writing import Block, check_problems, check_unwritten, copies_to_write
+from mpitrain.sharding.writing import Shown, check_problems, check_unwritten, copies_to_write
 
 
 @contextmanager
@@ -24,13 +24,14 @@ def unshard(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     `wire_weights` below fp32, they have rounded values; `mpitrain.full_state_dict` has those of the masters.
 
     `write`: the parameters are copies with the values and the dtype of the masters, and each rank holds the whole model. All ranks make
-    the same writes; at the end each rank writes its own rows of its copies back, as FSDP1's `summon_full_params` does. Copies of the
-    shards (`dp_replicate`, stage 0) take the rows of the first of them. Forwards in the block use the copies; a backward is an error.
+    the same writes; at the end each rank writes its own rows of its copies back, as FSDP1's `summon_full_params` does. Forwards in the
+    block use the copies; a backward is an error.
 
     Raises:
         RuntimeError: in a forward, a backward or another such block. On all ranks at the end of the block: without `write` parameters
             were written, which the storage makes visible to some ranks or to none (writes through `param.data` are not seen); with
-            `write` only some ranks have written to a parameter; parameters were replaced, or shards were written.
+            `write` only some ranks have written to a parameter, or ranks have written different values; parameters were replaced, or
+            shards were written.
     """
     parts = sharded_modules(model)
     around = around_of(model)
@@ -54,13 +55,13 @@ def _for_reading(parts: Sequence[ShardedModule]) -> Iterator[None]:
     for part in parts:
         step_of(part).hold(part._unit)
     params = [param for part in parts for param in part._unit.params]
-    block = Block(parts, {param: param.full for param in params})
+    shown = Shown(parts, {param: param.full for param in params})
     problem: str | None = None
     try:
         yield
-        problem = block.problem()
+        problem = shown.problem()
     finally:
-        ended = block.end(problem)
+        ended = shown.end(problem)
         for param in params:
             param.shard.requires_grad_(param.full.requires_grad)  # the block may have frozen or thawed the parameter
         for part in parts:

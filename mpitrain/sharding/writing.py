@@ -11,6 +11,7 @@ from collectives import Communicator
 from mpitrain.agreement import digest
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.setup.readiness import some
+from mpitrain.sharding.step.full_writes import fates_of
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
@@ -38,13 +39,12 @@ class Ended(NamedTuple):
     """Whether all ranks have written to the same ones."""
 
 
-class Block:
+class Shown:
     """The parameters that a block shows, and the writes to them. `shown`: full parameters, or copies of them, by parameter."""
 
     def __init__(self, parts: Sequence[ShardedModule], shown: Mapping[ShardedParameter, nn.Parameter]) -> None:
-        self.models: dict[
-            Communicator, list[_Member]
-        ] = {}  # by the ranks of the whole model: the same lists on all of these
+        # By the ranks of the whole model: the same lists on all of these.
+        self.models: dict[Communicator, list[_Member]] = {}
         for part in parts:
             whole = unit_of(root_of(part))
             assert whole is not None
@@ -58,9 +58,12 @@ class Block:
 
     def problem(self) -> str | None:
         """What this rank must not do in the block, and has done."""
-        for param, shown in ((each.param, each.shown) for its in self.models.values() for each in its):
-            if any(module._parameters.get(name) is not shown for module, name in param.users):
-                return f"parameter {param.name} was replaced; write into it instead (with no_grad: param.copy_(...))"
+        members = [each for its in self.models.values() for each in its]
+        moved = {param for flat in {each.flat for each in members} for param in flat.put_back()}
+        for _, param, shown, _ in members:
+            is_shown = all(module._parameters.get(name) is shown for module, name in param.users)
+            if not is_shown or param in moved or shown.shape != param.full.shape:
+                return f"parameter {param.name} was replaced; write into it instead (with_no_grad: param.copy_(...))"
         if self._count_shards() != self._shards:
             return "shards were written (by an optimizer, an EMA, a load), which must be done outside of the block"
         return None
@@ -88,15 +91,7 @@ def check_unwritten(ended: Ended) -> None:
     """RuntimeError on all ranks if full parameters were written. It says for each whether its values are damaged."""
     if not ended.written:
         return
-    names: dict[str, list[str]] = {}
-    for flat, param, *_ in ended.written:
-        fate = "not damaged, but the new values are lost"
-        if flat.storage.in_place and param.ranks.data_parallel.size > 1:
-            fate = "damaged, because the writes of several ranks have met, or each has written to its own copy; load these values again"
-        elif flat.storage.in_place:
-            fate = "not damaged, and this only rank has the new values"
-        names.setdefault(fate, []).append(param.name)
-    fates = "; ".join(f"{some(its)}: {fate}" for fate, its in names.items())
+    fates = fates_of((each.param, each.flat.storage.in_place) for each in ended.written)
     raise RuntimeError(
         f"parameters were written inside `with mpitrain.unshard(model)`, which is for reading. {fates}. Write inside `with "
         "mpitrain.unshard(model, write=True)`, or to the shards outside of the block"
@@ -118,35 +113,24 @@ def copies_to_write(parts: Sequence[ShardedModule]) -> Iterator[None]:
     for copy in copies.values():
         if copy.requires_grad:
             copy.register_post_accumulate_grad_hook(_refuse_gradient)
-    block = Block(parts, copies)
+    shown = Shown(parts, copies)
     problem: str | None = None
     try:
         yield
-        problem = block.problem()
+        problem = shown.problem()
     except BaseException as error:
         problem = f"the block ended with {type(error).__name__}, and nothing was written"
         raise
     finally:
-        ended = block.end(problem)
+        ended = shown.end(problem)
         for part in parts:
             part._unit.reshard()
-    for end in ended:
-        check_problems(end)
-        if not end.is_alike:
-            names = some([each.param.name for each in end.written])
-            raise RuntimeError(
-                f"unshard: only some ranks have written to some of {names}. Each rank would write only its own rows back, so nothing "
-                "was written; let all ranks make the same writes"
-            )
     is_apart = any(diloco.is_apart for part in parts if (diloco := diloco_of(root_of(part))) is not None)
-    for comm, end in zip(block.models, ended, strict=True):
-        if different := _different(comm, end.written, is_apart=is_apart):
-            raise RuntimeError(
-                f"unshard: the ranks have written different values to {some(different)}. Each rank would write only its own rows back, "
-                "so nothing was written; let one rank make the values and broadcast them (comm.broadcast), or use one seed on all"
-            )
-    for its, end in zip(block.models.values(), ended, strict=True):
-        _write_back(its, end, is_apart=is_apart)
+    for (comm, its), end in zip(shown.models.items(), ended, strict=True):
+        check_problems(end)
+        _check_same_writes(comm, its, end, is_apart=is_apart)
+    for its, end in zip(shown.models.values(), ended, strict=True):
+        _write_back(its, end)
 
 
 def _refuse_gradient(copy: nn.Parameter) -> NoReturn:
@@ -156,32 +140,72 @@ def _refuse_gradient(copy: nn.Parameter) -> NoReturn:
     )
 
 
-def _different(comm: Communicator, written: Sequence[_Member], *, is_apart: bool) -> list[str]:
-    """The names of the written parameters whose copies differ between ranks that hold the same parameter. Collective over `comm`."""
+def _check_same_writes(comm: Communicator, members: Sequence[_Member], ended: Ended, *, is_apart: bool) -> None:
+    """RuntimeError on all ranks if they have not made the same writes to their copies. Collective over `comm`."""
+    if not ended.is_alike:
+        names = some([each.param.name for each in ended.written])
+        raise RuntimeError(
+            f"unshard: only some ranks have written to some of {names}. Each rank would write only its own rows back, so nothing "
+            "was written; let all ranks make the same writes"
+        )
+    if different := _different(comm, members, ended, is_apart=is_apart):
+        raise RuntimeError(
+            f"unshard: the ranks have written different values to {some(different)}. Each rank would write only its own rows back, "
+            "so nothing was written; let one rank make the values and broadcast them (comm.broadcast), or use one seed on all"
+        )
+
+
+class _Copy(NamedTuple):
+    """What a rank has in the place of a parameter."""
+
+    replica: int  # of the shards
+    values: str
+    is_written: bool
+
+
+def _different(comm: Communicator, members: Sequence[_Member], ended: Ended, *, is_apart: bool) -> list[str]:
+    """The names of the written parameters whose copies differ between ranks that hold the same parameter. Collective over `comm`.
+
+    Values are compared, because writes through `.data` are not counted. `is_apart`: the copies of the model differ, between two outer
+    steps of `DiLoCo`.
+    """
+    counted = set(map(id, ended.written))
     groups: dict[Communicator, list[_Member]] = {}
-    for each in written:
+    for each in members:
         ranks = each.param.ranks
         groups.setdefault(ranks.within if is_apart else ranks.data_parallel, []).append(each)
     found: set[str] = set()
     for group, its in groups.items():
-        of_ranks = group.all_gather_object([digest(each.shown) for each in its])
-        found |= {each.param.name for each, *theirs in zip(its, *of_ranks, strict=True) if len(set(theirs)) > 1}
-    return sorted(set().union(*comm.all_gather_object(found))) if written else []
+        mine = [
+            _Copy(each.param.ranks.replicate.rank, digest(each.shown), id(each) in counted or _has_other_rows(each))
+            for each in its
+        ]
+        for each, *theirs in zip(its, *group.all_gather_object(mine), strict=True):
+            # Copies of the shards may have come apart in their last bits. Those of one gather differ only if a rank has written.
+            gathers = {copy.replica for copy in theirs}
+            is_written = any(copy.is_written for copy in theirs) or len({copy[:2] for copy in theirs}) > len(gathers)
+            if is_written and len({copy.values for copy in theirs}) > 1:
+                found.add(each.param.name)
+    return sorted(set().union(*comm.all_gather_object(found)))
+
+
+def _rows(member: _Member) -> torch.Tensor:
+    """This rank's rows of a copy."""
+    shard = member.param.shard
+    return rows_of(member.shown.detach(), member.param.box).to(shard.device)  # type: ignore[no-any-return]
+
+
+def _has_other_rows(member: _Member) -> bool:
+    return not torch.equal(_rows(member), member.param.shard)
 
 
 @torch.no_grad()
-def _write_back(members: Sequence[_Member], ended: Ended, *, is_apart: bool) -> None:
-    """Write this rank's rows of the copies to its shards. Collective.
-
-    `is_apart`: the copies of the model differ, between two outer steps of `DiLoCo`. Otherwise all take the rows of the first one.
-    """
-    written = set(map(id, ended.written))
+def _write_back(members: Sequence[_Member], ended: Ended) -> None:
+    """Write this rank's rows of the copies to its shards."""
+    counted = set(map(id, ended.written))
     for each in members:
-        shard, copy = each.param.shard, each.shown
-        shard.requires_grad_(copy.requires_grad)
-        rows = rows_of(copy.detach(), each.param.box).to(shard.device)
-        # Writes through `.data` are not counted. Other shards keep their counter: those from the meta device would seem to have values.
-        if id(each) in written or not torch.equal(rows, shard):
-            shard.copy_(rows)
-        if id(each) in written and each.param.ranks.replicate.size > 1 and shard.numel() and not is_apart:
-            each.param.ranks.replicate.broadcast(shard.detach())
+        shard = each.param.shard
+        shard.requires_grad_(each.shown.requires_grad)
+        # Other shards keep their counter: those from the meta device would seem to have values.
+        if id(each) in counted or _has_other_rows(each):
+            shard.copy_(_rows(each))

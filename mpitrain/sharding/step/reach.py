@@ -5,7 +5,7 @@ shapes fit by chance (rows of an embedding), the result is wrong. Four checks fi
 - A guard (unit/guards.py) sees the call of a module that shows shards.
 - `refuse_gradient` sees a backward that reaches a shard.
 - In private storage `check_graph` and `check_error` look at the root's forward, and name the module that is to be called.
-- In private storage `Reads` looks at the root's forward for reads of freed memory, through a view that somebody has kept.
+- In private storage `Watch` (watch.py) sees reads of freed memory, through a view that somebody has kept.
 Code without gradients that computes with a shard itself, without a call of its module, is not seen.
 """
 
@@ -17,16 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves
 
 from mpitrain.sharding.step.arguments import tensors_in
-from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import find, kind_of, root_of, unit_of
 from mpitrain.sharding.unit.unit import Unit
-from mpitrain.torch_internals import storage_of
 
 
 def check_graph(output: Any, units: Sequence[Unit], root: nn.Module) -> None:
@@ -43,42 +39,6 @@ def check_graph(output: Any, units: Sequence[Unit], root: nn.Module) -> None:
         if param is not None:
             raise RuntimeError(_message(param, root))
         nodes += [before for before, _ in node.next_functions]
-
-
-class Reads(TorchDispatchMode):
-    """In the block: RuntimeError, before it ends the process, for an operation that reads full parameters whose memory is freed.
-
-    However a view has left its module: in an attribute, an object, a list, a closure. Each operation takes a few us more.
-    """
-
-    supports_higher_order_operators = True  # such as flex_attention, which torch would refuse under this mode
-
-    def __init__(self, units: Sequence[Unit], root: nn.Module) -> None:
-        super().__init__()
-        self._root = root
-        self._flats = {storage_of(flat.storage.full_buffer): flat for unit in units for flat in unit.flats}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Modules are compiled as without this mode."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not (getattr(func, "is_view", False) or str(func).endswith(_WITHOUT_VALUES)):
-            for tensor in arg_tree_leaves(*args, **kwargs):
-                flat = self._flats.get(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None
-                if flat is not None and tensor.numel() and not tensor.untyped_storage().size():
-                    raise RuntimeError(_message_of_read(flat, tensor, self._root))
-        return func(*args, **kwargs)
-
-
-_WITHOUT_VALUES = ("_like.default", "new_empty.default", "new_zeros.default", "new_ones.default", "new_full.default")
-"""Operations that read only shapes, beside those that make views."""
 
 
 def check_error(error: Exception, units: Sequence[Unit], root: nn.Module) -> None:
@@ -145,19 +105,7 @@ def _rows(param: ShardedParameter) -> str:
     return f"this rank has {tuple(param.shard.shape)} of {tuple(param.full.shape)} of parameter {param.name}"
 
 
-def _message_of_read(flat: FlatParameters, view: torch.Tensor, root: nn.Module) -> str:
-    start = view.storage_offset() * view.itemsize // flat.storage.full_buffer.itemsize
-    within = [p for p, its in zip(flat.params, flat.layout.extents, strict=True) if its.start <= start < its.stop]
-    param = (within or flat.params)[0]
-    name, module = _owner(param, root)
-    return (
-        f"parameter {param.name}, or a view of it, was kept after the forward of {name} (a {kind_of(module).__name__}), which frees "
-        "its memory, and read; keep a copy (param.clone(), through which gradients flow); or pass storage='resident'; or call the "
-        "model within `with mpitrain.unshard(model):`"
-    )
-
-
-def _owner(param: ShardedParameter, root: nn.Module) -> tuple[str, nn.Module]:
+def owner_of(param: ShardedParameter, root: nn.Module) -> tuple[str, nn.Module]:
     """The module, with its name in `root`, to whose unit a parameter belongs."""
     return next(
         (name or "the model", part)
@@ -167,7 +115,7 @@ def _owner(param: ShardedParameter, root: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _message(param: ShardedParameter, root: nn.Module) -> str:
-    name, module = _owner(param, root)
+    name, module = owner_of(param, root)
     return (
         f"parameter {param.name} was used outside the forward of {name} (a {kind_of(module).__name__}), around "
         f"which it is gathered: there {_rows(param)}. Call that module as a whole, or a method of it after "

@@ -14,6 +14,7 @@ from mpitrain.models.draws import mark_places
 from mpitrain.parts import stage_of
 from mpitrain.sharding.slices.buffers import SliceBuffers
 from mpitrain.sharding.step.fences import Fence
+from mpitrain.sharding.step.full_writes import FullWrites
 from mpitrain.sharding.step.gather_order import Gathers
 from mpitrain.sharding.step.nodes import Call, Place, forget_calls
 from mpitrain.sharding.step.prefetch import Prefetch
@@ -89,9 +90,7 @@ class StepState:
         self._passing = [unit for unit in units if not unit.lasts]
         self._compares = bool(self._passing) and ranks.shard.size > 1
         self._is_reach_checked = not self._compares
-        self._watched: set[tuple[str, bool, bool]] = (
-            set()
-        )  # kinds of outermost forwards that were watched for reads of freed memory
+        self._watched: set[tuple[str, bool, bool]] = set()  # kinds of outermost forwards
         limit = units[0].prefetch_bytes
         self._prefetch = Prefetch(max((unit.nbytes for unit in units[1:]), default=0) if limit is None else limit)
         self._gathers = Gathers(units)
@@ -100,6 +99,7 @@ class StepState:
         readers = (
             ranks.shard if all(is_within(unit.ranks.shard, ranks.shard) for unit in units) else ranks.data_parallel
         )
+        self._full_writes = FullWrites(units)
         self._fence = Fence(
             readers.node if shared and readers.node.size > 1 else None,
             [param.shard for unit in self._lasting for param in unit.params],
@@ -133,6 +133,8 @@ class StepState:
         if self._writes_of:
             written = [param for param, count in of_params.items() if count != self._writes_of[param]]
             outdate([param.full for param in written])
+            if self._running:  # a backward within a forward
+                self._full_writes.begin()
             self._written |= dict.fromkeys(written, writes)
             self._reruns.forget()
         before = self._writes
@@ -223,6 +225,7 @@ class StepState:
             self._slice_buffers.reset()
         for unit in self.units:
             unit.reset()
+        self._watched.clear()
         self._reruns.forget()
         self._prefetch.reset()
         self._gathers.forget()

@@ -38,9 +38,10 @@ from mpitrain.models.draws import seeded_at_places
 from mpitrain.sharding.step.arguments import aligned, cast, tensors_in
 from mpitrain.sharding.step.backward import Backwards
 from mpitrain.sharding.step.nodes import Call
-from mpitrain.sharding.step.reach import Reads, check_error, check_graph, outside
+from mpitrain.sharding.step.reach import check_error, check_graph, outside
 from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase
+from mpitrain.sharding.step.watch import Watch
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_internals import in_backward
@@ -77,6 +78,8 @@ class TrainingStep(Backwards):
                 self.reducer.expect_all(unit)
             return self._run(unit, call, args, kwargs)
         is_root, with_grad = self.phase is not Phase.FORWARD, torch.is_grad_enabled()
+        if is_root:
+            self._check_copies()
         if is_root and unit is not self.units[0] and entry is None:
             if self.phase is Phase.BACKWARD:
                 self.reset()  # an exception has ended it
@@ -106,6 +109,8 @@ class TrainingStep(Backwards):
                 output = self._run(unit, call, args, kwargs, is_outermost=is_outermost, entry=entry)
             if slice_buffers is not None:
                 slice_buffers.end_forward()
+            if is_root:
+                self._full_writes.check()
             if not unit.lasts and unit not in self._held:
                 unit.check_output(tensors_in(output))
             if is_root and with_grad and not self._is_reach_checked:
@@ -150,13 +155,22 @@ class TrainingStep(Backwards):
             output = call(*args, **kwargs)
             return output if policy.output_dtype is None else cast(output, policy.output_dtype)
 
+    def _check_copies(self) -> None:
+        """RuntimeError in a forward that would use copies of some parameters, and full parameters in the place of others."""
+        copied = next((unit for unit in self.units if unit.state is UnitState.COPIED), None)
+        if copied is not None:
+            raise RuntimeError(
+                f"a forward of the model within `unshard(part, write=True)`, which shows copies of the parameters of {copied.name} "
+                "alone; call that part, or unshard the whole model: `with mpitrain.unshard(model, write=True):`"
+            )
+
     def _watching(self, call: Callable[..., Any]) -> AbstractContextManager[Any]:
-        """Around an outermost forward. The first one of each kind is watched: code that reads freed memory does so in all of them."""
+        """Around an outermost forward. What a forward must not do it mostly does in its first one of a kind already."""
         kind = getattr(call, "__name__", ""), torch.is_grad_enabled(), self._tree.module.training
-        if not self._compares or kind in self._watched:
+        if kind in self._watched:
             return nullcontext()
         self._watched.add(kind)
-        return Reads(self._passing, self._tree.module)
+        return Watch(self.units, self._tree.module)
 
     def open(self) -> None:
         """Called before the outermost forward: see [Note: fences] in fences.py. First cleans up after an earlier exception."""
@@ -177,6 +191,7 @@ class TrainingStep(Backwards):
                 unit.unshard()
                 unit.hide()
         self._notice_writes()
+        self._full_writes.begin()
         self.phase = Phase.FORWARD
         with self._communicating():
             for unit in self._lasting:
@@ -246,7 +261,17 @@ class TrainingStep(Backwards):
                 unit.reshard()
 
     def before_writes(self, params: Iterable[torch.Tensor], doing: str) -> None:
-        """Called before `doing`, such as an optimizer's step, writes shards. RuntimeError if gradients of `params` are not reduced."""
+        """Called before `doing`, such as an optimizer's step, writes shards.
+
+        RuntimeError within a forward, which would go on with the old full parameters, and if gradients of `params` are not reduced.
+        """
+        params = list(params)
+        if self._running and not {id(param) for param in params}.isdisjoint(map(id, self._shards)):
+            raise RuntimeError(
+                f"{doing} within a forward or a registered method of the model ({next(iter(self._running)).name}), where parameters "
+                "are full and must not change. Register only methods that compute, such as a loss; a method that takes steps calls the "
+                "model or those methods, and needs no registration itself"
+            )
         self.settle()
         self.reducer.check_reduced(params, doing)
         if self._graph is not Graph.NONE:

@@ -24,7 +24,7 @@ from mpitrain.sharding.unit.marks import mark_shard
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.storage import Storage
-from mpitrain.torch_internals import hooks_on, restore, with_own_counter, withdraw
+from mpitrain.torch_internals import hooks_on, restore, storage_of, with_own_counter, withdraw
 
 
 class FlatParameters:
@@ -88,7 +88,7 @@ class FlatParameters:
         self._fulls = tuple(param.full for param in self.params)
         self.gradients = [self._gradients_of(range(len(params)))] if is_trained else []
         """The gradients that are reduced: first those of the parameters trained from the start, then one entry for each thaw."""
-        self._is_withdrawn = False
+        self.is_withdrawn = False
         self.empty()
 
     def _gradients_of(self, indices: Sequence[int]) -> Gradients:
@@ -145,17 +145,27 @@ class FlatParameters:
     def fill(self) -> bool:
         """Fill the full parameters, unless they are already full. Returns whether it filled them; if so, the call is collective."""
         filled = self.storage.fill(self._shard)
-        if self._is_withdrawn:
-            self._is_withdrawn = False
+        if self.is_withdrawn:
+            self.is_withdrawn = False
             restore(self._fulls)
         return filled
 
     def empty(self, *, for_backward: bool = False) -> None:
         """Free the full parameters, unless they stay in memory (`Storage.lasts`). `for_backward`: see `Gathered.empty`."""
         self.storage.empty(for_backward=for_backward)
-        if not (self.storage.lasts or self._is_withdrawn):
-            self._is_withdrawn = True
+        if not (self.storage.lasts or self.is_withdrawn):
+            self.is_withdrawn = True
             withdraw(self._fulls)
+
+    def put_back(self) -> list[ShardedParameter]:
+        """Give full parameters their memory back if it was replaced (by `param.data = ...`). Returns those parameters."""
+        memory = storage_of(self.storage.full_buffer)
+        moved = [
+            (p, its) for p, its in zip(self.params, self.layout.extents, strict=True) if storage_of(p.full) != memory
+        ]
+        for param, extent in moved:
+            param.full.data = self.storage.part(extent.start, extent.stop).view(extent.shape)
+        return [param for param, _ in moved]
 
     # Gradients
 

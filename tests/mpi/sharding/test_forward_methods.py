@@ -1,6 +1,7 @@
 """Methods beside the forward: registered ones compute as plain torch does, and any other use of shards as whole parameters raises."""
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -235,3 +236,25 @@ def test_parts_of_a_sharded_model_are_not_copied(comm: Communicator) -> None:
         copy.deepcopy(model.stem)
     with mpitrain.unshard(model):
         torch.testing.assert_close(copy.deepcopy(model.stem).weight, Model().stem.weight)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_registered_method_takes_no_steps(comm: Communicator, way: str) -> None:
+    """As Lightning's manual optimization does: without registration it works, because it calls the model."""
+    plain, model, wrong = Model(), shard(Model(), comm, way), shard(Model(), comm, way)
+
+    def take_steps(m: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        for _ in range(2):
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for m in (plain, model, wrong):
+        m.steps = functools.partial(take_steps, m, torch.optim.SGD(m.parameters(), lr=0.1))  # type: ignore[assignment]
+    mpitrain.register_forward_method(wrong, "steps")
+    with pytest.raises(RuntimeError, match=r"SGD\.step within a forward or a registered method of the model") as error:
+        wrong.steps(floats(0, 5))  # type: ignore[operator]
+    assert "Register only methods that compute" in str(error.value)
+    for m in (plain, model):
+        m.steps(floats(0, 5))  # type: ignore[operator]
+    torch.testing.assert_close(model(floats(1, 5)), plain(floats(1, 5)))

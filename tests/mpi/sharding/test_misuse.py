@@ -214,6 +214,53 @@ def test_a_view_of_a_parameter_is_not_read_when_its_memory_is_freed(comm: Commun
                     model(x)
 
 
+class Momentum(nn.Module):
+    """The forward writes an average of the weights, or another parameter, and a buffer."""
+
+    def __init__(self, how: str) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.query, self.key = nn.Linear(5, 5), nn.Linear(5, 5).requires_grad_(False)
+        self.register_buffer("count", torch.zeros(()))
+        self.how, self.writes = how, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        with torch.no_grad():
+            for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True) if self.writes else ():
+                if self.how == "in place":
+                    key.mul_(0.5).add_(query, alpha=0.5)
+                elif self.how == "data in place":
+                    torch._foreach_mul_([key.data], 0.5)
+                else:
+                    key.data = key.data * 0.5 + query.data * 0.5
+        return (self.query(x) - self.key(x)).square().mean()
+
+
+@pytest.mark.parametrize("how", ["in place", "data in place", "data"])
+@pytest.mark.parametrize("way", ["stage 0", "stage 2, private", "stage 3", "stage 3, private"])
+def test_a_forward_must_not_write_parameters(comm: Communicator, way: str, how: str) -> None:
+    model, plain = shard(Momentum(how), comm, way), Momentum(how)
+    plain.writes = False
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(RuntimeError, match=r"key\.weight.* not damaged.*\(register_buffer\)"),
+        ):
+            model(X)
+        comm.barrier()
+    model.writes = False
+    for _ in range(2):
+        torch.testing.assert_close(model(X), plain(X))
+    found = mpitrain.full_state_dict(model)
+    assert comm.rank or all(torch.equal(found[f"key.{name}"], value) for name, value in plain.key.state_dict().items())
+    if how != "data in place":  # begins later: values of in-place writes may be damaged, which the message says
+        model.writes = True
+        with pytest.raises(RuntimeError, match=r"key\.weight(, key\.bias)?: (not )?damaged"):
+            model(X)
+        comm.barrier()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_that_somebody_keeps_stay_as_they_are(comm: Communicator, way: str) -> None:
     model = shard(Blocks(), comm, way)

@@ -162,6 +162,16 @@ def _differently(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) 
     nn.init.zeros_(model.stem.weight)
 
 
+def _by_data(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 0:
+        model.stem.weight.data[-1] = 7  # not a row of this rank
+
+
+def _of_another_shape(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 0:
+        model.stem.weight.data = torch.zeros(7, 3)
+
+
 def _failed(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     nn.init.zeros_(model.head.bias)
     if rank == 1:
@@ -189,6 +199,8 @@ def _nested(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> No
         (_stepped, "shards were written"),
         (_one_rank, "only some ranks have written to some of head.bias"),
         (_differently, r"have written different values to head\.bias\. Each"),
+        (_by_data, r"have written different values to stem\.weight\. Each"),
+        (_of_another_shape, r"on rank 0: parameter stem\.weight was replaced"),
         (_failed, "a mistake of the program|on rank 1: the block ended with ValueError"),
         (_trained, "a backward inside"),
         (_saved, "within unshard"),
@@ -205,3 +217,41 @@ def test_what_a_block_must_not_do(comm: Communicator, act: Callable[..., None], 
     after = mpitrain.full_state_dict(model)
     assert act is _stepped or all(torch.equal(after[name], value) for name, value in before.items())
     model(floats(0, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["stage 0", "copies of shards", "copies of shards, private", "stage 2, private"])
+def test_ranks_that_write_different_values_by_data_are_told(comm: Communicator, way: str) -> None:
+    model, plain = shard(Model(), comm, way), Model()
+    torch.manual_seed(comm.rank)
+    with pytest.raises(RuntimeError, match=r"different values to head\.bias"), unshard(model, write=True):
+        model.head.bias.data.normal_()
+    torch.manual_seed(1)
+    for m, context in ((model, unshard(model, write=True)), (plain, nullcontext())):
+        with context:
+            m.head.bias.data.fill_(0.5)
+            m.layers[0][0].weight.data = m.layers[0][0].weight.data * 2
+    assert_full(comm, model, plain)
+
+
+@pytest.mark.parametrize("way", ["stage 0", "stage 3", "stage 3, private"])
+def test_the_whole_model_is_not_called_with_copies_of_a_part(comm: Communicator, way: str) -> None:
+    model = shard(Model(), comm, way)
+    parts = [
+        model.layers[0],
+        *([] if way == "stage 0" else [model.head]),
+    ]  # of the unit of a block, and of the outermost one
+    for part in parts:
+        with unshard(part, write=True):
+            part(torch.ones(2, 5))
+            with pytest.raises(RuntimeError, match=r"a forward of the model within `unshard\(part, write=True\)`"):
+                model(floats(0, 5))
+            with torch.no_grad():
+                next(part.parameters()).mul_(2)  # goes on
+    with pytest.raises(RuntimeError, match=r"parameter stem\.weight was replaced"), unshard(model):
+        model.stem.weight.data = torch.zeros(5, 5)
+    plain = Model()
+    with torch.no_grad():
+        for part in (plain.layers[0], *([] if way == "stage 0" else [plain.head])):
+            next(part.parameters()).mul_(2)
+    assert_full(comm, model, plain)
+    torch.testing.assert_close(model(floats(0, 5)), plain(floats(0, 5)))
