@@ -25,26 +25,28 @@ class FullWrites:
         self._fulls = [param.full for _, param in self._params]
         self._buffers = [flat.storage.full_buffer for flat, _ in self._params if not flat.storage.lasts]
         self._place = self._sum_of_places()
-        self._writes, self._withdrawn = (), set[FlatParameters]()
+        self._writes: tuple[int, ...] = ()
+        self._withdrawn = set[FlatParameters]()
 
     def begin(self) -> None:
         """Called before a forward, and after other code of this package has counted as a write."""
-        self._writes: tuple[int, ...] = writes_to_each(self._fulls)
+        self._writes = writes_to_each(self._fulls)
         self._withdrawn = self._find_withdrawn()
 
     def check(self) -> None:
         """RuntimeError if a full parameter was written since `begin`, or if its memory was replaced, which is undone."""
         writes, withdrawn = writes_to_each(self._fulls), self._find_withdrawn()
         is_in_place = self._sum_of_places() == self._place
-        if is_in_place and withdrawn == self._withdrawn and writes == self._writes:
+        # A withdrawal counts as a write to each parameter.
+        num_withdrawn = sum(len(flat.params) for flat in withdrawn) - sum(len(flat.params) for flat in self._withdrawn)
+        if is_in_place and sum(writes) - sum(self._writes) == num_withdrawn:
             return
-        moved = set() if is_in_place else {param for flat in self._flats for param in flat.put_back()}
+        moved: set[ShardedParameter] = set()
+        if not is_in_place:
+            moved.update(param for flat in self._flats for param in flat.put_back())
         written = []
-        for (flat, param), now, before in zip(self._params, writes, self._writes, strict=True):
-            is_written = now - (flat in withdrawn) != before - (
-                flat in self._withdrawn
-            )  # a withdrawal counts as a write
-            if is_written or param in moved:
+        for (flat, param), now, old in zip(self._params, writes, self._writes, strict=True):
+            if param in moved or now - (flat in withdrawn) != old - (flat in self._withdrawn):
                 written.append((param, flat.storage.in_place and param not in moved))
         if written:
             raise RuntimeError(f"parameters were written in a forward. {fates_of(written)}. {REMEDY}")
@@ -58,9 +60,9 @@ class FullWrites:
 
 
 REMEDY = (
-    "There full parameters are for reading. Write after the forward: to the shards, which suits element-wise updates such as a moving "
-    "average, or inside `with mpitrain.unshard(model, write=True)`. Or make the tensor a buffer (register_buffer), which a forward may "
-    "write"
+    "There full parameters are for reading. Write after the forward: inside `with mpitrain.unshard(model, write=True)`, or to the "
+    "shards if the elements of a parameter change by themselves, as in a clamp. Or make the tensor a buffer (register_buffer), which a "
+    "forward may write"
 )
 
 

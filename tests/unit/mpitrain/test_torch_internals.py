@@ -15,9 +15,11 @@ from mpitrain.torch_internals import (
     restore,
     run_accumulation_hooks,
     set_compiler,
+    storage_of,
     with_own_counter,
     withdraw,
     without_overrides,
+    writes_to_each,
 )
 
 
@@ -55,6 +57,20 @@ def test_writes_are_counted_and_a_view_can_have_a_counter_of_its_own() -> None:
     assert count_writes([own]) == 0
     own += 1
     assert whole.tolist() == [1, 1, 1, 1] and count_writes([whole, view]) == before + 2
+
+
+def test_views_share_a_storage_also_while_it_is_freed() -> None:
+    whole, other = torch.zeros(4), torch.zeros(4)
+    view = nn.Parameter(whole.data[2:])
+    assert writes_to_each([whole, view]) == (0, 0)
+    view.data.t()
+    whole += 1
+    assert writes_to_each([whole, view]) == (1, 0)
+    places = view.data_ptr() - whole.data_ptr()
+    whole.untyped_storage().resize_(0)
+    assert storage_of(view.detach().t()) == storage_of(whole) != storage_of(other)
+    assert view.data_ptr() - whole.data_ptr() == places == 8
+    assert storage_of(torch.zeros(2, 2).to_sparse()) == 0
 
 
 def test_a_withdrawn_parameter_stops_a_backward_until_it_is_restored() -> None:
