@@ -1,8 +1,8 @@
 """The `meta` of a program in a checkpoint, beside what mpitrain has there.
 
-Values of JSON are there as they are, for other readers. Any other value, such as a tensor, a NumPy number, a tuple or a dict with
-numbers as keys, is an object {"mpitrain.value": JSON of plain_values.py}, and so is a dict that has this key itself. Classes that JSON
-takes for a dict, a list, a number or text, such as np.float64, come back as these.
+Values of JSON are there as they are, for other readers. Any other value, such as a tensor, a NumPy number or a dict with numbers as
+keys, is an object {"mpitrain.value": JSON of plain_values.py}, and so is a dict that has this key itself. What JSON takes for a dict, a
+list, a number or text, such as a tuple or np.float64, comes back as these.
 """
 
 from collections import Counter
@@ -50,7 +50,7 @@ def _as_json(value: Any, where: str, depth: int = 0) -> Any:
         value is None or isinstance(value, str | int | float) or depth > MAX_META_DEPTH
     ):  # ckpt.save says that it is too deep
         return value
-    if isinstance(value, list) or (isinstance(value, tuple) and type(value) is not tuple):
+    if isinstance(value, list | tuple):
         items = []
         for number, item in enumerate(value):
             items.append(_as_json(item, f"{where}[{number}]", depth + 1))
