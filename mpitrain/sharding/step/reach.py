@@ -91,7 +91,8 @@ def _refuse_gradient(reference: "weakref.ref[ShardedParameter]", grads: Any) -> 
         path = param.name.rpartition(".")[0] or "the model"
         raise RuntimeError(
             f"a backward reached a shard: parameter {param.name} of {path} (a {kind_of(module).__name__}) was used outside of the "
-            f"forward of the model and of its registered methods. There {_rows(param)}. {_REMEDY}"
+            "forward of the model and of its registered methods, or with private storage outside of that of its block. There "
+            f"{_rows(param)}. {_REMEDY}"
         )
 
 
