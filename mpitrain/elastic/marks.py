@@ -37,7 +37,7 @@ Phase = Literal["starting", "training", "saving", "recovering"]
 Reason = Literal["finished", "stopped", "refused"]
 
 # Those of collectives/launcher.py, whose package needs more than the standard library.
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _EVERY_S = 0.5  # a file system of many nodes should not get a file per step
 
 

@@ -16,7 +16,7 @@ from mpitrain.sharding.setup.blocks import has_forward
 from mpitrain.sharding.setup.foreign import refuse_wrapping
 from mpitrain.sharding.setup.readiness import check_ready
 from mpitrain.sharding.slices.rounds import Slices
-from mpitrain.sharding.step.reach import outside, refuse_gradient
+from mpitrain.sharding.step.checks.reach import outside, refuse_gradient
 from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.step.tree import check_added

@@ -19,7 +19,7 @@ from mpitrain.monitor.heading import heading
 from mpitrain.monitor.record.lines import is_evaluated
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.rank0 import on_rank0
-from mpitrain.sharding.step.same_inputs import not_compared
+from mpitrain.sharding.step.checks.same_inputs import not_compared
 from mpitrain.train import stop
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.totals import LossTotal

@@ -163,7 +163,7 @@ class Backwards(StepState):
         """Set the gradient of parameters that no rank used to None, like plain torch, so that an optimizer skips them.
 
         The same message compares the order of gathers between the ranks, unless the model has several copies, and the ranks' inputs
-        until that is done: see same_inputs.py.
+        until that is done: see checks/same_inputs.py.
         """
         params: dict[Communicator, list[tuple[Gradients, int]]] = {}
         for gradients in self.reducer.done:

@@ -13,15 +13,15 @@ from collectives import Communicator
 from mpitrain.models.draws import mark_places
 from mpitrain.parts import stage_of
 from mpitrain.sharding.slices.buffers import SliceBuffers
+from mpitrain.sharding.step.checks.full_writes import FullWrites
+from mpitrain.sharding.step.checks.same_inputs import SameInputs
 from mpitrain.sharding.step.fences import Fence
-from mpitrain.sharding.step.full_writes import FullWrites
 from mpitrain.sharding.step.gather_order import Gathers
 from mpitrain.sharding.step.nodes import Call, Place, forget_calls
 from mpitrain.sharding.step.prefetch import Prefetch
 from mpitrain.sharding.step.reducer import Reducer
 from mpitrain.sharding.step.reruns import Reruns
 from mpitrain.sharding.step.route import Route
-from mpitrain.sharding.step.same_inputs import SameInputs
 from mpitrain.sharding.step.tree import Tree
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within

@@ -19,7 +19,7 @@ import mpitrain
 from collectives import Communicator
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
-from mpitrain.sharding.step.same_inputs import hash_on_device
+from mpitrain.sharding.step.checks.same_inputs import hash_on_device
 from mpitrain.stages import pipeline
 
 pytestmark = pytest.mark.ranks(2)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
-from mpitrain.sharding.step.full_writes import REMEDY
-from mpitrain.sharding.step.reach import owner_of
+from mpitrain.sharding.step.checks.full_writes import REMEDY
+from mpitrain.sharding.step.checks.reach import owner_of
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import kind_of
