@@ -52,7 +52,7 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(
     slow = comm.size - 1
     if comm.rank == slow:
         slow_down(
-            trainer, range(5, 35), 0.03 * comm.size, cause
+            trainer, range(5, 35), 0.05 * comm.size, cause
         )  # more than ranks that share a core wait for each other
     trainer.fit()
     events = faults(trainer.run.folder)
