@@ -1,9 +1,14 @@
-"""An S3 server for the tests that need one."""
+"""An S3 server for the tests that need one, and property tests without a deadline for each example."""
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from s3_server import S3Server, s3_server
+
+# A pause of a busy machine is no fault; the watchdog of tests/conftest.py ends what hangs.
+settings.register_profile("unit", deadline=None)
+settings.load_profile("unit")
 
 
 @pytest.fixture(scope="session")
