@@ -161,7 +161,7 @@ def test_filters(comm: Communicator) -> None:
 
 def test_a_hash_that_is_late_is_compared_later(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that has not computed the hash of the first forward when the first backward ends."""
-    from mpitrain.sharding.step import same_inputs
+    from mpitrain.sharding.step.checks import same_inputs
 
     arrived = False
     late = property(lambda self: arrived or comm.rank == 0)
