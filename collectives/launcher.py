@@ -174,9 +174,8 @@ class Daemon:
         process = os.getpid()
         while variables and (parent := _parent_of(process)) > 1:
             self._parents[process] = parent
-            if not _has_variables(
-                parent, variables
-            ):  # the launcher sets one for what it starts, and may itself have others
+            # The launcher sets one for what it starts, and may itself have others.
+            if not _has_variables(parent, variables):
                 break
             process = parent
 

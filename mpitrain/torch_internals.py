@@ -68,7 +68,7 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> int:
 
     Only autograd's version counters see a write by any code. The optimizer's hook alone would miss an average or a load.
     """
-    return sum(tensor._version for tensor in tensors)
+    return sum(map(_version, tensors))
 
 
 def writes_to_each(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

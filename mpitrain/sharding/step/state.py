@@ -27,7 +27,7 @@ from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.unit.registry import unit_of
 from mpitrain.sharding.unit.unit import Unit, UnitState
-from mpitrain.torch_internals import count_writes, outdate
+from mpitrain.torch_internals import outdate, writes_to_each
 
 _NUM_KEPT = 16
 """The number of writes after which calls are forgotten, even if their parameters were not written."""
@@ -82,9 +82,8 @@ class StepState:
         self._writes = -1  # the count of writes to the shards when they were noticed last
         self._earlier_writes = deque([0], maxlen=_NUM_KEPT)  # such counts before
         self._writes_of: dict[ShardedParameter, int] = {}  # the same of each parameter
-        self._written: dict[
-            ShardedParameter, int
-        ] = {}  # the count of all writes when one to this parameter was noticed
+        # The count of all writes when one to this parameter was noticed.
+        self._written: dict[ShardedParameter, int] = {}
         self._used: dict[nn.Module, frozenset[ShardedParameter]] = {}  # parameters by the modules that may use them
         self._lasting = [unit for unit in units if unit.lasts]
         self._passing = [unit for unit in units if not unit.lasts]
@@ -94,7 +93,8 @@ class StepState:
         limit = units[0].prefetch_bytes
         self._prefetch = Prefetch(max((unit.nbytes for unit in units[1:]), default=0) if limit is None else limit)
         self._gathers = Gathers(units)
-        self._shards = [param.shard for unit in units for param in unit.params]
+        self._params = [param for unit in units for param in unit.params]
+        self._shards = [param.shard for param in self._params]
         shared = any(flat.storage.kind == "resident" for unit in units for flat in unit.flats)
         readers = (
             ranks.shard if all(is_within(unit.ranks.shard, ranks.shard) for unit in units) else ranks.data_parallel
@@ -126,10 +126,10 @@ class StepState:
 
     def _notice_writes(self) -> None:
         """After writes to shards, let autograd refuse each earlier forward's backward that has saved these parameters."""
-        writes = count_writes(self._shards)
-        if writes == self._writes:
+        counts = writes_to_each(self._shards)
+        if (writes := sum(counts)) == self._writes:
             return
-        of_params = {param: count_writes([param.shard]) for unit in self.units for param in unit.params}
+        of_params = dict(zip(self._params, counts, strict=True))
         if self._writes_of:
             written = [param for param, count in of_params.items() if count != self._writes_of[param]]
             outdate([param.full for param in written])
@@ -154,10 +154,7 @@ class StepState:
         if called not in self._used:
             inside = set(called.modules())
             self._used[called] = frozenset(
-                param
-                for each in self.units
-                for param in each.params
-                if any(module in inside for module, _ in param.users)
+                param for param in self._params if any(module in inside for module, _ in param.users)
             )
         return any(self._written.get(param, 0) > call.writes for param in self._used[called])
 

@@ -24,9 +24,8 @@ class ShardedParameter:
     box: ShardBox
     ranks: DataParallelRanks  # the ranks that hold the other rows, and copies of these rows
     from_meta: bool = False  # made without values
-    refusal: Any = (
-        None  # a node of autograd that lets no gradient into the shard: `refuse_gradient` in step/checks/reach.py
-    )
+    # A node of autograd that lets no gradient into the shard: `refuse_gradient` in step/checks/reach.py.
+    refusal: Any = None
 
     def __post_init__(self) -> None:
         self._memory = self.shard.data_ptr(), self.shard.dtype
