@@ -314,7 +314,7 @@ class _Threaded(Queued):
 
     def done(self) -> bool:
         # `pending` is always false here, but raises in a forked child
-        self.is_known = self._event.is_set() or self._progress.pending()
+        self.is_known = self._ended or self._progress.pending()
         return self.is_known
 
     def _finish(self) -> None:
@@ -328,11 +328,17 @@ class _Threaded(Queued):
             self._finish()
 
     def carry_out(self) -> None:
-        began = perf_counter()
-        self._end(self._operation)
-        self._progress._carried_s += perf_counter() - began
-        del self._operation
+        self._end(self._counted)
         self._event.set()
+
+    def _counted(self) -> Any:
+        # All within the operation: a thread that finds it ended must find its time counted and its arrays given back.
+        began = perf_counter()
+        try:
+            return self._operation()
+        finally:
+            self._progress._carried_s += perf_counter() - began
+            del self._operation
 
 
 _Line = queue.SimpleQueue[_Threaded | None]
