@@ -59,7 +59,10 @@ def leaf_of(node: Any) -> torch.Tensor | None:
 
 
 def outdate(tensors: Sequence[torch.Tensor]) -> None:
-    """Let autograd refuse the backward of graphs that have saved these tensors: their memory has other values now."""
+    """Let autograd refuse the backward of graphs that have saved these tensors ("modified by an inplace operation").
+
+    Their memory has other values now, or is about to be freed.
+    """
     torch.autograd.graph.increment_version(tensors)
 
 
@@ -87,16 +90,8 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def withdraw(tensors: Sequence[torch.Tensor]) -> None:
-    """Let autograd refuse a backward that saved these tensors ("modified by an inplace operation"), before their memory is freed.
-
-    Without the refusal such a backward would read freed memory.
-    """
-    torch.autograd.graph.increment_version(tensors)
-
-
 def restore(tensors: Sequence[torch.Tensor]) -> None:
-    """End one `withdraw`: the memory holds the saved values again. FSDP2 keeps the counter by a context manager around each write."""
+    """End one `outdate`: the memory holds the saved values again. FSDP2 keeps the counter by a context manager around each write."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(tensor._version - 1 for tensor in tensors))
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpitrain.stage_streams import SplitStream
+from mpitrain.torch_internals import storage_of
 
 
 class _At(IntEnum):
@@ -194,4 +195,4 @@ def _is_same(x: Any, y: torch.Tensor) -> bool:
     """Whether two tensors are the same memory; autograd's wrappers of a tensor differ. Also for tensors without memory."""
     if not isinstance(x, torch.Tensor) or x.shape != y.shape or x.storage_offset() != y.storage_offset():
         return False
-    return bool(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
+    return storage_of(x) == storage_of(y)

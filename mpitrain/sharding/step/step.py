@@ -72,19 +72,10 @@ class TrainingStep(Backwards):
         or of a part of the unit's module.
         """
         if in_backward():
-            # Activation checkpointing computes a forward again, and the backward that follows needs the parameters.
-            self._begin_backward()  # with reentrant checkpointing this may be the first call of a backward
-            if self._reruns.run_again(unit):
-                self.reducer.expect_all(unit)
-            return self._run(unit, call, args, kwargs)
+            return self._run_again(unit, call, args, kwargs)
         is_root, with_grad = self.phase is not Phase.FORWARD, torch.is_grad_enabled()
         if is_root:
-            self._check_copies()
-        if is_root and unit is not self.units[0] and entry is None:
-            if self.phase is Phase.BACKWARD:
-                self.reset()  # an exception has ended it
-            if unit.state is not UnitState.UNSHARDED:  # `ShardedModule.unshard`
-                raise outside(self._module_of(unit))
+            self._check_root(unit, entry)
         is_outermost = not self._running
         is_inner = unit in self._running  # a method calls its own module, or the module calls itself
         try:
@@ -95,28 +86,10 @@ class TrainingStep(Backwards):
             self._running.add(unit)
             self._ran.add(unit)
             self._reruns.note(unit, is_outermost=is_outermost, with_grad=with_grad)
-            slice_buffers = self._slice_buffers if is_root and with_grad else None
-            if slice_buffers is not None:
-                slice_buffers.begin_forward()
-            if is_root and with_grad:
-                self._inputs.look(args, kwargs)
-            if is_root and unit.slices is not None:
-                args, kwargs = aligned((args, kwargs))
-            with (
-                self._watching(call) if is_root else nullcontext(),
-                seeded_at_places() if slice_buffers is not None else nullcontext(),
-            ):
-                output = self._run(unit, call, args, kwargs, is_outermost=is_outermost, entry=entry)
-            if slice_buffers is not None:
-                slice_buffers.end_forward()
-            if is_root:
-                self._full_writes.check()
+            run = self._run_root if is_root else self._run
+            output = run(unit, call, args, kwargs, is_outermost=is_outermost, entry=entry)
             if not unit.lasts and unit not in self._held:
                 unit.check_output(tensors_in(output))
-            if is_root and with_grad and not self._is_reach_checked:
-                # Code that reaches into other modules does so in every forward, so one check of a graph is enough.
-                check_graph(output, self._passing, self._tree.module)
-                self._is_reach_checked = True
         except BaseException as error:
             if is_root:
                 try:
@@ -133,6 +106,52 @@ class TrainingStep(Backwards):
             self._reshard(unit, keep=not unit.reshard_after_forward or (is_root and with_grad), for_backward=with_grad)
         if is_root:
             self.close(before_backward=with_grad)
+        return output
+
+    def _run_again(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Within a backward: activation checkpointing computes a forward again, and the backward that follows needs the parameters."""
+        self._begin_backward()  # with reentrant checkpointing this may be the first call of a backward
+        if self._reruns.run_again(unit):
+            self.reducer.expect_all(unit)
+        return self._run(unit, call, args, kwargs)
+
+    def _check_root(self, unit: Unit, entry: nn.Module | None) -> None:
+        """RuntimeError if the outermost call is none of the model, nor of a registered method, or would use copies of parameters."""
+        self._check_copies()
+        if unit is not self.units[0] and entry is None:
+            if self.phase is Phase.BACKWARD:
+                self.reset()  # an exception has ended it
+            if unit.state is not UnitState.UNSHARDED:  # `ShardedModule.unshard`
+                raise outside(self._module_of(unit))
+
+    def _run_root(
+        self,
+        unit: Unit,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        is_outermost: bool,
+        entry: nn.Module | None,
+    ) -> Any:
+        """`_run` for the outermost call, with what a forward as a whole needs: inputs compared, random draws, checks at its end."""
+        with_grad = torch.is_grad_enabled()
+        slice_buffers = self._slice_buffers if with_grad else None
+        if slice_buffers is not None:
+            slice_buffers.begin_forward()
+        if with_grad:
+            self._inputs.look(args, kwargs)
+        if unit.slices is not None:
+            args, kwargs = aligned((args, kwargs))
+        with self._watching(call), seeded_at_places() if slice_buffers is not None else nullcontext():
+            output = self._run(unit, call, args, kwargs, is_outermost=is_outermost, entry=entry)
+        if slice_buffers is not None:
+            slice_buffers.end_forward()
+        self._full_writes.check()
+        if with_grad and not self._is_reach_checked:
+            # Code that reaches into other modules does so in every forward, so one check of a graph is enough.
+            check_graph(output, self._passing, self._tree.module)
+            self._is_reach_checked = True
         return output
 
     def _run(

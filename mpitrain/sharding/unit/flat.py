@@ -24,7 +24,7 @@ from mpitrain.sharding.unit.marks import mark_shard
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.storage import Storage
-from mpitrain.torch_internals import hooks_on, restore, storage_of, with_own_counter, withdraw
+from mpitrain.torch_internals import hooks_on, outdate, restore, storage_of, with_own_counter
 
 
 class FlatParameters:
@@ -88,7 +88,7 @@ class FlatParameters:
         self._fulls = tuple(param.full for param in self.params)
         self.gradients = [self._gradients_of(range(len(params)))] if is_trained else []
         """The gradients that are reduced: first those of the parameters trained from the start, then one entry for each thaw."""
-        self.is_withdrawn = False
+        self.is_outdated = False
         self.empty()
 
     def _gradients_of(self, indices: Sequence[int]) -> Gradients:
@@ -145,17 +145,17 @@ class FlatParameters:
     def fill(self) -> bool:
         """Fill the full parameters, unless they are already full. Returns whether it filled them; if so, the call is collective."""
         filled = self.storage.fill(self._shard)
-        if self.is_withdrawn:
-            self.is_withdrawn = False
+        if self.is_outdated:
+            self.is_outdated = False
             restore(self._fulls)
         return filled
 
     def empty(self, *, for_backward: bool = False) -> None:
         """Free the full parameters, unless they stay in memory (`Storage.lasts`). `for_backward`: see `Gathered.empty`."""
         self.storage.empty(for_backward=for_backward)
-        if not (self.storage.lasts or self.is_withdrawn):
-            self.is_withdrawn = True
-            withdraw(self._fulls)
+        if not (self.storage.lasts or self.is_outdated):
+            self.is_outdated = True
+            outdate(self._fulls)
 
     def put_back(self) -> list[ShardedParameter]:
         """Give full parameters their memory back if it was replaced (by `param.data = ...`). Returns those parameters."""

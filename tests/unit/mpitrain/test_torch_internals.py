@@ -12,12 +12,12 @@ from mpitrain.torch_internals import (
     hooks_on,
     in_backward,
     not_compiled,
+    outdate,
     restore,
     run_accumulation_hooks,
     set_compiler,
     storage_of,
     with_own_counter,
-    withdraw,
     without_overrides,
     writes_to_each,
 )
@@ -73,11 +73,11 @@ def test_views_share_a_storage_also_while_it_is_freed() -> None:
     assert storage_of(torch.zeros(2, 2).to_sparse()) == 0
 
 
-def test_a_withdrawn_parameter_stops_a_backward_until_it_is_restored() -> None:
+def test_an_outdated_parameter_stops_a_backward_until_it_is_restored() -> None:
     weight = nn.Parameter(torch.full((2,), 3.0))
     x = torch.ones(2, requires_grad=True)
     loss = (weight * x).sum()
-    withdraw((weight,))
+    outdate((weight,))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward(retain_graph=True)
     restore((weight,))

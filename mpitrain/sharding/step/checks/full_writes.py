@@ -26,33 +26,33 @@ class FullWrites:
         self._buffers = [flat.storage.full_buffer for flat, _ in self._params if not flat.storage.lasts]
         self._place = self._sum_of_places()
         self._writes: tuple[int, ...] = ()
-        self._withdrawn = set[FlatParameters]()
+        self._outdated = set[FlatParameters]()
 
     def begin(self) -> None:
         """Called before a forward, and after other code of this package has counted as a write."""
         self._writes = writes_to_each(self._fulls)
-        self._withdrawn = self._find_withdrawn()
+        self._outdated = self._find_outdated()
 
     def check(self) -> None:
         """RuntimeError if a full parameter was written since `begin`, or if its memory was replaced, which is undone."""
-        writes, withdrawn = writes_to_each(self._fulls), self._find_withdrawn()
+        writes, outdated = writes_to_each(self._fulls), self._find_outdated()
         is_in_place = self._sum_of_places() == self._place
-        # A withdrawal counts as a write to each parameter.
-        num_withdrawn = sum(len(flat.params) for flat in withdrawn) - sum(len(flat.params) for flat in self._withdrawn)
-        if is_in_place and sum(writes) - sum(self._writes) == num_withdrawn:
+        # `outdate` counts as a write to each parameter.
+        num_outdated = sum(len(flat.params) for flat in outdated) - sum(len(flat.params) for flat in self._outdated)
+        if is_in_place and sum(writes) - sum(self._writes) == num_outdated:
             return
         moved: set[ShardedParameter] = set()
         if not is_in_place:
             moved.update(param for flat in self._flats for param in flat.put_back())
         written = []
         for (flat, param), now, old in zip(self._params, writes, self._writes, strict=True):
-            if param in moved or now - (flat in withdrawn) != old - (flat in self._withdrawn):
+            if param in moved or now - (flat in outdated) != old - (flat in self._outdated):
                 written.append((param, flat.storage.in_place and param not in moved))
         if written:
             raise RuntimeError(f"parameters were written in a forward. {fates_of(written)}. {REMEDY}")
 
-    def _find_withdrawn(self) -> set[FlatParameters]:
-        return {flat for flat in self._flats if flat.is_withdrawn}
+    def _find_outdated(self) -> set[FlatParameters]:
+        return {flat for flat in self._flats if flat.is_outdated}
 
     def _sum_of_places(self) -> int:
         """The addresses of the parameters, or their places in buffers that are freed and filled again."""
