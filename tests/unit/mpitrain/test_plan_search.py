@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from extent import extent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -225,9 +226,16 @@ def test_memory_is_monotone(tensor: int, pipeline: int, micro: int, sequence: bo
         assert nbytes(sequence=True) <= nbytes(sequence=False)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("recompute", ["none", "attention", "block"])
-@pytest.mark.parametrize(("tensor", "stage"), [(1, 0), (1, 2), (1, 3), (2, 3)])
+# Each family, division and way to compute again; a full run has all together.
+PREDICTED = [
+    (family, recompute, tensor, stage)
+    for tensor, stage in ((1, 0), (1, 2), (1, 3), (2, 3))
+    for recompute in ("none", "attention", "block")
+    for family in ("gpt", "llama")
+]
+
+
+@pytest.mark.parametrize(("family", "recompute", "tensor", "stage"), extent(PREDICTED[::5], PREDICTED))
 def test_memory_beside_the_prediction_from_operations(family: str, recompute: str, tensor: int, stage: int) -> None:
     """`mpitrain memory` runs the trainer's own operations on tensors without memory. The formulae are within a tenth."""
     batch = 4 * (2 // tensor)
