@@ -57,7 +57,7 @@ def _total_norm(
     """`get_total_norm` of `torch.nn.utils`, and so `clip_grad_norm_`, of whole gradients. Collective if some are spread over ranks."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     pairs: list[tuple[torch.Tensor | None, torch.Tensor | None]]
-    if (params := _params_of_clip()) is not None:
+    if (params := params_of_clip()) is not None:
         pairs = [(param if _needs_ranks(param) else None, param.grad) for param in params]
     else:
         spread = {id(param.grad): param for param, _ in all_spread() if param.grad is not None and _needs_ranks(param)}
@@ -83,7 +83,7 @@ def _needs_ranks(param: torch.Tensor) -> bool:
     return ranks is not None and (is_ordered(param) or any(comm is not None and comm.size > 1 for comm in ranks))
 
 
-def _params_of_clip() -> list[torch.Tensor] | None:
+def params_of_clip() -> list[torch.Tensor] | None:
     """The parameters of the call of `clip_grad_norm_` that this is a part of; None outside of one.
 
     It passes on the gradients that this rank has. But each rank must take part in the sums over other ranks that have more: those of an

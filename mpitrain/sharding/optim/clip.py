@@ -11,7 +11,7 @@ from mpitrain.optim.exact_sums import SLOTS, block_sums, to_digits, to_float
 from mpitrain.optim.norms import norm_of, norms_of_each, parts_of, reduce
 from mpitrain.optim.spread import counts_in_sums, is_ordered, rows_of, sum_ranks_of
 from mpitrain.parts import stages_of
-from mpitrain.sharding.step.step import living_steps
+from mpitrain.sharding.step.step import check_reduced
 
 
 @torch.no_grad()
@@ -29,8 +29,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
             f"clip_grad_norm_: expected the model, got {type(model).__name__}; torch's own takes its parameters"
         )
     params = list(model.parameters())
-    for step in living_steps():
-        step.reducer.check_reduced(params, "clip_grad_norm_")
+    check_reduced(params, "clip_grad_norm_")
     ordered = any(map(is_ordered, params))
     norm = norm_of(parts_of(((param, param.grad) for param in params), is_ordered=ordered), is_ordered=ordered)
     scale = max_norm / (norm.item() + 1e-6)
@@ -43,6 +42,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 @torch.no_grad()
 def grad_norms(model: nn.Module) -> dict[str, float]:
     """The 2-norm of each parameter's whole gradient, by name, for the parameters with a gradient. Collective."""
+    check_reduced(model.parameters(), "grad_norms")
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     stages = stages_of(model.parameters())  # of all parameters: a stage may train none
     names = list(trained if stages is None else dict.fromkeys(chain(*stages.all_gather_object(list(trained)))))

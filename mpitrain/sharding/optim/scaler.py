@@ -7,6 +7,7 @@ from torch import nn
 
 from mpitrain.optim.norms import all_finite
 from mpitrain.optim.spread import everyone_of
+from mpitrain.sharding.step.step import check_reduced
 from mpitrain.sharding.unit.registry import compression_of
 
 
@@ -84,11 +85,12 @@ class GradScaler:
     def unscale_(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Divide the gradients of the optimizer's parameters (None: of the whole model) by the scale, unless that was done already.
 
-        Returns whether all are finite on all ranks. Collective. RuntimeError if no rank has a gradient.
+        Returns whether all are finite on all ranks. Collective. RuntimeError if no rank has a gradient, or if some wait to be reduced.
         """
         if optimizer in self._stepped or (optimizer is None and self._stepped):
             self.update()  # a backward has run since the step
         params = self._params(optimizer)
+        check_reduced(params, "GradScaler.unscale_")
         new = [param for param in params if id(param) not in self._unscaled]
         if new:
             grads = [param.grad for param in new if param.grad is not None]

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 
-from mpitrain.optim.torch_calls import around, watch_norms
-from mpitrain.sharding.step.step import routes_of
+from mpitrain.optim.torch_calls import around, params_of_clip, watch_norms
+from mpitrain.sharding.step.step import check_reduced, routes_of
 from mpitrain.sharding.unit import rows
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import all_sharded
@@ -18,9 +19,31 @@ from mpitrain.torch_internals import set_compiler
 def watch_calls() -> None:
     """Install the replacements."""
     watch_norms()
+    around(clip_grad, "_get_total_norm", _total_norm)
+    around(torch.nn.utils, "get_total_norm", _total_norm)
+    around(torch.amp.GradScaler, "_unscale_grads_", _unscale)
     around(torch.autograd, "_engine_run_backward", _run_backward)
     around(torch.optim.Optimizer, "state_dict", rows.state_dict_of)
     around(torch.optim.Optimizer, "load_state_dict", rows.load_state_dict)
+
+
+def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """`get_total_norm`, and so `clip_grad_norm_`: RuntimeError if gradients wait to be reduced."""
+    grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if (clipped := params_of_clip()) is not None:
+        check_reduced(clipped, "clip_grad_norm_")
+    else:
+        asked = set(map(id, grads))
+        check_reduced((param.shard for param in all_sharded() if id(param.shard.grad) in asked), "get_total_norm")
+    return original(grads, *args, **kwargs)
+
+
+def _unscale(
+    original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any
+) -> Any:
+    """The check of `torch.amp.GradScaler` for overflows, and the division by its scale. RuntimeError if gradients wait."""
+    check_reduced((param for group in optimizer.param_groups for param in group["params"]), "GradScaler.unscale_")
+    return original(scaler, optimizer, *args)
 
 
 def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -308,6 +308,13 @@ def living_steps() -> list[TrainingStep]:
     return list(_living)
 
 
+def check_reduced(params: Iterable[torch.Tensor], doing: str) -> None:
+    """RuntimeError if gradients of these shards, of any model, still wait for their reduction, so that `doing` would miss them."""
+    params = list(params)
+    for step in _living:
+        step.reducer.check_reduced(params, doing)
+
+
 @contextmanager
 def routes_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
     """Around a backward from `outputs` to `inputs` (empty: to all leaves): let the steps of the models on its way follow it."""

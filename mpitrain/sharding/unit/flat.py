@@ -152,7 +152,9 @@ class FlatParameters:
 
     def empty(self, *, for_backward: bool = False) -> None:
         """Free the full parameters, unless they stay in memory (`Storage.lasts`). `for_backward`: see `Gathered.empty`."""
-        self.storage.empty(for_backward=for_backward)
+        if self.storage.empty(for_backward=for_backward):
+            self.put_back()
+            self.storage.empty(for_backward=for_backward)
         if not (self.storage.lasts or self.is_outdated):
             self.is_outdated = True
             outdate(self._fulls)

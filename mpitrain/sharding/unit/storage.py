@@ -96,8 +96,9 @@ class Storage:
     def expire(self) -> None:
         """Mark full parameters that last as not full, because the shards may have changed."""
 
-    def empty(self, *, for_backward: bool = False) -> None:
-        """Free full parameters that do not last."""
+    def empty(self, *, for_backward: bool = False) -> bool:
+        """Free full parameters that do not last. Returns whether they have other memory in place of that: see `Gathered.empty`."""
+        return False
 
     def _all_gather(
         self, comm: Communicator, out: Any, mine: torch.Tensor, counts: Sequence[int], *, ahead: bool
@@ -205,8 +206,13 @@ class Gathered(Storage):
             self._all_gather(self._group, _raw(self.full_buffer), self._piece, self._cuts(self._group)[1], ahead=ahead)
 
     @torch.no_grad()
-    def empty(self, *, for_backward: bool = False) -> None:
-        """Free the memory. `for_backward`: the full parameters will be filled again before the shards change."""
+    def empty(self, *, for_backward: bool = False) -> bool:
+        """Free the memory. `for_backward`: the full parameters will be filled again before the shards change.
+
+        If the program has a NumPy array of a full parameter, torch neither frees nor refills the memory, which `Tensor.numpy()` has
+        handed out. So the array keeps it, as do the tensors that autograd has saved. The full parameters get other memory, still to be
+        freed, and the call returns True.
+        """
         with suppress(Exception):  # an error of an all-gather whose result is not needed
             self.finish()
         if not for_backward or self._group is None:
@@ -214,7 +220,11 @@ class Gathered(Storage):
         elif self._piece is None and self.is_full:
             starts, counts = self._cuts(self._group)
             self._piece = self.full_buffer[starts[self._group.rank] :][: counts[self._group.rank]].clone()
+        if not self.full_buffer.untyped_storage().resizable():
+            self.full_buffer.data = torch.empty_like(self.full_buffer)
+            return True
         self.full_buffer.untyped_storage().resize_(0)
+        return False
 
     def _cuts(self, group: Communicator) -> tuple[list[int], list[int]]:
         """The start and the length of each rank's piece. A piece may begin within a row, since no rank computes with a piece."""

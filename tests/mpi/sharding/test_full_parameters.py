@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from parity_models import Residual
-from sharded_models import shard
+from sharded_models import loss_of, mine, shard
 from torch import nn
 from ways import WAYS
 
@@ -65,6 +65,42 @@ def test_unshard_shows_full_parameters_before_and_after_a_step(comm: Communicato
             optimizer.zero_grad()
     with unshard(plain):
         pass
+
+
+class Noted(Residual):
+    """A layer that keeps NumPy arrays of its weights, as code that draws or counts them does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.notes = {name: param.detach().numpy() for name, param in self.named_parameters()}
+        return super().forward(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["stage 1, private", "stage 3", "stage 3, private"])
+@pytest.mark.parametrize("kept", [False, True, 1])
+def test_numpy_arrays_of_full_parameters(comm: Communicator, way: str, kept: bool | int) -> None:
+    """torch frees no memory that it has handed out as an array. The arrays of gathered parameters keep the values of their forward."""
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(*(layer() for _ in range(2))) for layer in (Residual, Noted))
+    model.load_state_dict(plain.state_dict())
+    shard(model, comm, way, blocks=model, reshard_after_forward=kept)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for step in range(3):
+        before = {name: value.detach().clone() for name, value in plain.named_parameters()}
+        for m, rows in ((model, mine(comm)), (plain, slice(None))):
+            loss_of(m, step, rows, width=6).backward()
+        notes = {f"{i}.{name}": note for i, layer in enumerate(model) for name, note in layer.notes.items()}
+        for name, value in before.items():
+            torch.testing.assert_close(torch.from_numpy(notes[name]), value, rtol=1e-5, atol=1e-6)
+        with unshard(model):
+            assert model[0].body[1].weight.numpy(force=True).shape == (7, 6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found, expected = mpitrain.full_state_dict(model), plain.state_dict()
+    assert len(found) == (len(expected) if comm.rank == 0 else 0)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)

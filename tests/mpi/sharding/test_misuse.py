@@ -289,8 +289,16 @@ def test_what_no_sync_leaves_is_not_overlooked(comm: Communicator, way: str) -> 
         return  # one rank has nothing to reduce
     with pytest.raises(RuntimeError, match="wait to be reduced"):
         optimizers[0].step()
-    with pytest.raises(RuntimeError, match="wait to be reduced"):
-        mpitrain.clip_grad_norm_(model, 1.0)
+    params = list(model.parameters())
+    for read in (
+        lambda: mpitrain.clip_grad_norm_(model, 1.0),
+        lambda: mpitrain.grad_norms(model),
+        lambda: mpitrain.GradScaler(model).unscale_(),
+        lambda: torch.nn.utils.clip_grad_norm_(params, 1.0),
+        lambda: torch.amp.GradScaler("cpu")._unscale_grads_(optimizers[0], torch.ones(1), torch.zeros(1), False),
+    ):
+        with pytest.raises(RuntimeError, match="wait to be reduced"):
+            read()
     optimizers[1].step()  # another model's
     model.zero_grad()
     loss_of(model).backward()

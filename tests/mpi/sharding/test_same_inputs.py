@@ -95,12 +95,24 @@ def test_equal_inputs_are_noticed_and_others_are_not(comm: Communicator, kind: s
 )
 def test_ways(comm: Communicator, way: str) -> None:
     """Also after a forward without gradients, and if the first backwards reduce nothing."""
-    model = shard(Takes(), comm, **options_of(comm, way))
-    with torch.no_grad():
-        model(torch.tensor(comm.rank))
-    with model.no_sync():  # type: ignore[operator]
-        assert said(model, torch.ones(2), steps=1) == []
-    assert said(model, torch.tensor(comm.rank), steps=1) != []
+    for is_equal in (True, False):
+        model = shard(Takes(), comm, **options_of(comm, way))
+        with torch.no_grad():
+            model(torch.tensor(comm.rank))
+        with model.no_sync():  # type: ignore[operator]
+            assert said(model, torch.ones(2), steps=1) == []
+        assert (said(model, torch.tensor(0 if is_equal else comm.rank), steps=1) != []) is is_equal
+        assert said(model, torch.ones(2)) == [], "once, of the first ones"
+
+
+def test_an_evaluation_with_gradients_on_the_same_rows_decides_nothing(comm: Communicator) -> None:
+    for seed, is_equal in ((0, True), (comm.rank, False)):
+        model = shard(Takes(), comm)
+        model.eval()
+        for _ in range(2):
+            model(drawn(7))
+        model.train()
+        assert (said(model, drawn(seed)) != []) is is_equal
 
 
 def test_inputs_without_a_tensor_or_with_other_numbers(comm: Communicator) -> None:
@@ -168,8 +180,9 @@ def test_a_hash_that_is_late_is_compared_later(comm: Communicator, monkeypatch: 
     monkeypatch.setattr(same_inputs._OnItsWay, "is_there", late)
     model = shard(Takes(), comm)
     compared = model._step = mpitrain.sharding.module.step_of(model)
-    compared._inputs._has_looked = compared._inputs._has_tensors = True
-    compared._inputs._hashes = [same_inputs._OnItsWay(hash_on_device(torch.ones(9, dtype=torch.uint8)))]
+    of_device = same_inputs._OnItsWay(hash_on_device(torch.ones(9, dtype=torch.uint8)))
+    compared._inputs._is_closed = compared._inputs._has_tensors = True
+    compared._inputs._hashes = {torch.device("cuda"): of_device}
     assert said(model, torch.ones(2)) == []
     arrived = True
     assert len(said(model, torch.ones(2))) == 1

@@ -1,7 +1,8 @@
 """A warning if all ranks train on the same inputs, as with a data loader that does not know the ranks.
 
-Each rank hashes the inputs of its first training forward, on their device. The hash goes with the message that each backward with
-reductions sends anyway, `_forget_unused` in step.py, until the ranks have compared it: mostly once. The ranks take the maximum of the
+Each rank hashes the inputs of its first training forwards, on their device: all up to the first backward that reduces, so that an
+evaluation with gradients, or the first of several micro-batches, does not decide alone. The hash goes with the message that each such
+backward sends anyway, `_forget_unused` in step.py, until the ranks have compared it: mostly once. The ranks take the maximum of the
 hashes and of their complements. If these are complements again, all hashes were equal. So no message is added, and the host does
 not wait for a device: a hash that is still on its way goes with a later message.
 """
@@ -43,53 +44,57 @@ class SameInputs:
 
     def __init__(self, model: nn.Module, *, says: bool) -> None:
         self._stream, self._says = stream_of_stages(model), says
-        self._has_looked = False
         self._text = ""  # of the warning
+        self._is_closed = False  # no more inputs are looked at
         self._has_tensors = False  # which can be compared
-        self._described: list[str] = []  # the inputs, but hashes of tensors on other devices
-        self._hashes: list[_OnItsWay] = []  # these, by device
+        self._described = xxhash.xxh3_64()  # the inputs, but tensors on other devices
+        self._totals: dict[torch.device, torch.Tensor] = {}  # the hash of these tensors, on their device
+        self._hashes: dict[torch.device, _OnItsWay] = {}  # the same on their way to the host
         self.is_over = False
         """Whether the ranks have compared their inputs. The same on all ranks."""
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hash the arguments of a forward, if it is the first one."""
-        if self._has_looked:
+        """Hash the arguments of a forward, if no backward has sent the hash."""
+        if self._is_closed or (self._stream is not None and kwargs.get(self._stream) is not None):
             return
-        self._has_looked = True
-        if self._stream is None or kwargs.get(self._stream) is None:
-            try:
-                self._hash((args, kwargs))
-            except Exception:  # of a tensor without memory, as of torch.func, or of the program's own objects
-                self._has_tensors = False
+        try:
+            is_plain = self._hash((args, kwargs))
+        except Exception:  # of a tensor without memory, as of torch.func, or of the program's own objects
+            is_plain = False
+        if not is_plain:
+            self._is_closed, self._has_tensors = True, False
 
-    def _hash(self, inputs: Any) -> None:
-        of_devices: dict[torch.device, list[torch.Tensor]] = {}
+    def _hash(self, inputs: Any) -> bool:
+        """Returns whether all can be compared."""
         for leaf in _leaves(inputs):
             if not isinstance(leaf, torch.Tensor):
-                self._described.append(repr(leaf))
-                if " at 0x" in self._described[-1]:  # an object that does not show what it has, such as a generator
-                    self._has_tensors = False
-                    return
+                if " at 0x" in (text := repr(leaf)):  # an object that does not show what it has, such as a generator
+                    return False
+                self._described.update(f"{text}\n".encode())
                 continue
             if (memory := _memory_of(leaf)) is None:
-                self._has_tensors = False
-                return
+                return False
             self._has_tensors |= leaf.numel() > 0
-            self._described.append(f"{leaf.dtype} {tuple(leaf.shape)}")
+            self._described.update(f"{leaf.dtype} {tuple(leaf.shape)}\n".encode())
             if memory.device.type == "cpu":
-                self._described.append(xxhash.xxh3_64_hexdigest(memory.numpy().data))
+                self._described.update(xxhash.xxh3_64_digest(memory.numpy().data))
             else:
-                of_devices.setdefault(memory.device, []).append(hash_on_device(memory))
-        self._hashes = [_OnItsWay(torch.stack(values)) for values in of_devices.values()]
+                total = self._totals.get(memory.device)
+                value = hash_on_device(memory)
+                self._totals[memory.device] = value if total is None else total * _GOLDEN + value
+        self._hashes = {device: _OnItsWay(total) for device, total in self._totals.items()}
+        return True
 
     def both_ways(self) -> list[int]:
         """What this rank sends: the hash's bytes and their complements, and whether the hash is on its way."""
+        self._is_closed = True
         if not self._has_tensors:  # or some that cannot be compared: no complements, so no warning comes
             return [255] * (2 * _LENGTH) + [0]
-        if not all(each.is_there for each in self._hashes):
+        if not all(each.is_there for each in self._hashes.values()):
             return [0] * (2 * _LENGTH) + [1]
-        words = [*self._described, *(str(each.values.tolist()) for each in self._hashes)]
-        mine = xxhash.xxh3_64_digest("\n".join(words).encode())
+        whole = self._described.copy()
+        whole.update("".join(str(each.values.tolist()) for each in self._hashes.values()).encode())
+        mine = whole.digest()
         return [*mine, *(255 - byte for byte in mine), 0]
 
     def check(self, most: list[int], num_ranks: int) -> None:
@@ -98,7 +103,7 @@ class SameInputs:
         if is_late:
             return
         self.is_over = True
-        self._described.clear()
+        self._totals.clear()
         self._hashes.clear()
         if all(high + low == 255 for high, low in zip(highest, lowest, strict=True)):
             self._text = (
