@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt.format.manifest import CheckpointError, File
 from ckpt.storage import s3
+from ckpt.storage.file_info import FileInfo, info_of, known_info, version_of
 
 _REQUEST_BYTES = 8 << 20  # the most bytes of one request; longer ranges are several requests
 _AHEAD_BYTES = 32 << 20  # the most bytes of a file that are fetched and held at a time
@@ -94,26 +95,27 @@ class Url(os.PathLike[str]):
 
     def entries(self) -> dict[str, int | None]:
         """The names in this folder, with the sizes of files in bytes; None for folders. FileNotFoundError if there is none."""
+        return {name: None if its is None else its.size for name, its in self.infos().items()}
+
+    def infos(self) -> dict[str, FileInfo | None]:
+        """The names in this folder, with what the store says of files; None for folders. Raises as `entries` does."""
         found = {}
         with self._reaching() as (fs, path):
             for entry in fs.ls(path, detail=True):
                 name = entry["name"].rstrip("/")
                 if name == path.rstrip("/"):  # some stores mark a folder by an empty file with its name
                     continue
-                is_folder, size = entry["type"] == "directory", entry.get("size")
-                if not is_folder and size is None:  # a web server's list of links
-                    size = fs.size(name)
-                found[name.rpartition("/")[2]] = None if is_folder else size
+                found[name.rpartition("/")[2]] = None if entry["type"] == "directory" else info_of(fs, name, entry)
         return found
 
-    def files(self) -> "dict[Url, int]":
-        """The files of which the names match this one, a pattern with *, ** or ?, and their sizes in bytes."""
+    def files(self) -> "dict[Url, FileInfo]":
+        """The files of which the names match this one, a pattern with *, ** or ?."""
         with self._reaching() as (fs, path):
             found = fs.glob(path, detail=True)
-            sizes = {name: its.get("size") for name, its in found.items() if its["type"] == "file"}
-            return {  # a web server's list of links has no sizes
-                Url(fs.unstrip_protocol(name)): int(fs.size(name) if size is None else size)
-                for name, size in sizes.items()
+            return {
+                Url(fs.unstrip_protocol(name)): known_info(fs, name, entry)
+                for name, entry in found.items()
+                if entry["type"] == "file"
             }
 
     def names(self) -> list[str]:
@@ -144,11 +146,12 @@ class Url(os.PathLike[str]):
 
     def size(self) -> int:
         """The size of a file, in bytes."""
+        return self.info().size
+
+    def info(self) -> FileInfo:
+        """What the store says of a file. One request."""
         with self._reaching() as (fs, path):
-            size = fs.size(path)
-            if size is None:
-                raise OSError("the server does not say how long it is")
-            return int(size)
+            return known_info(fs, path, fs.info(path))
 
     def read(self, first: int | None = None, last: int | None = None) -> bytes:
         """Bytes `first:last` of a file, or the whole file; fewer if it ends before. Long ranges are fetched in concurrent parts."""
@@ -167,16 +170,18 @@ class Url(os.PathLike[str]):
         with self._reaching() as (fs, path):
             fs.pipe_file(path, data)
 
-    def download(self, target: Path) -> None:
+    def download(self, target: Path, *, asks_version: bool = False) -> str:
         """Write the bytes of this file to the local file `target`, by one request; s3fs takes more for objects beyond 50 MB.
 
-        Errors come soon, so that the caller can try again.
+        Returns the version of these bytes, as in a FileInfo, which may take one more request; "" unless `asks_version`. Errors come
+        soon, so that the caller can try again.
         """
         with self._named_errors():
-            if self._scheme == "s3" and s3.download(self._path, target):
-                return
+            if self._scheme == "s3" and (etag := s3.download(self._path, target)) is not None:
+                return version_of({"ETag": etag})
         with self._reaching(one_try=True) as (fs, path):
             fs.get_file(path, str(target))
+            return version_of(fs.info(path)) if asks_version else ""
 
     def upload(self, source: Path) -> None:
         """Write a file with the bytes of the local file `source`."""

@@ -19,23 +19,25 @@ _BUCKET = re.compile(r"(?!.*--)[a-z0-9][a-z0-9.-]+")  # others are access points
 _NOT_IN_KEYS = ("//", "/./", "/../", "?versionId=")
 
 
-def download(path: str, target: Path) -> bool:
-    """Write the bytes of an object, BUCKET/KEY, to a file, by one request without a second try.
+def download(path: str, target: Path) -> str | None:
+    """Write the bytes of an object, BUCKET/KEY, to a file, by one request without a second try. Returns their ETag; "": there is none.
 
-    Returns False if obstore is not installed, or does not support what the user has set.
+    Returns None, and writes nothing, if obstore is not installed, or does not support what the user has set.
     OSError with one line for errors of the server: with ENOENT if there is no such object, with EACCES if it is not allowed.
     """
     try:
         import obstore
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
     except ImportError:
-        return False
+        return None
     bucket, _, key = path.partition("/")
     if not _BUCKET.fullmatch(bucket) or any(part in path for part in _NOT_IN_KEYS) or (store := _store(bucket)) is None:
-        return False
+        return None
     with target.open("wb") as file:
         try:
-            for piece in obstore.get(store, key).stream(_PIECE_BYTES):
+            got = obstore.get(store, key)
+            etag = got.meta["e_tag"] or ""
+            for piece in got.stream(_PIECE_BYTES):
                 file.write(piece)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "no such object") from None
@@ -44,7 +46,7 @@ def download(path: str, target: Path) -> bool:
             if isinstance(error, PermissionDeniedError | UnauthenticatedError):
                 raise PermissionError(errno.EACCES, line) from None
             raise OSError(line) from None
-    return True
+    return etag
 
 
 @lru_cache(maxsize=16)

@@ -4,7 +4,7 @@ The ranks of a node share the folder. A rank that needs a shard locks its name (
 wait for the lock, and then map the same file. A shard that was not used for the longest time makes room for the next one. A rank that
 has a file mapped keeps its bytes.
 
-    FOLDER/mpitrain-shards-UID/HASH     a whole shard, unpacked. The hash is of the URL or path, the size, a file's time, the checksum
+    FOLDER/mpitrain-shards-UID/HASH     a whole shard, unpacked. The hash is of the URL or path, size, version or times, checksum
                                HASH.lock        its lock
                                HASH.part        while it is fetched; HASH.unpacked while it is unpacked
                                HASH.failed      why the last attempt has failed, for the ranks that waited for it
@@ -47,7 +47,7 @@ class ShardCache:
         folder: on a disk of this node, which need not exist; None: $TMPDIR, else /tmp.
         limit_bytes: what all shards in the folder may take.
         patience_s: how long to try again after an error of a server.
-        checksums: of some shards: see ShardList.
+        checksums, versions: of some shards: see ShardList.
     """
 
     def __init__(
@@ -57,9 +57,11 @@ class ShardCache:
         limit_bytes: int = 64 << 30,
         patience_s: float = 120.0,
         checksums: Mapping[str, bytes] | None = None,
+        versions: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = Path(folder or tempfile.gettempdir()) / f"mpitrain-shards-{os.getuid()}"
-        self._limit_bytes, self._patience_s, self._checksums = limit_bytes, patience_s, checksums or {}
+        self._limit_bytes, self._patience_s = limit_bytes, patience_s
+        self._checksums, self._versions = checksums or {}, versions or {}
         self.num_fetched = 0
         """The shards that this process has fetched."""
 
@@ -69,14 +71,14 @@ class ShardCache:
 
         Raises:
             OSError: the shard cannot be fetched; the text names it.
-            DamagedShardError: it has another size or checksum than listed, or cannot be unpacked.
+            DamagedShardError: it has another size, version or checksum than listed, or cannot be unpacked.
         """
         if not needs_copy(shard):
             yield Path(shard)
             return
         _make_private(self._folder)
-        changed = "" if "://" in shard else os.stat(shard).st_mtime_ns
-        name = f"{shard}\0{size}\0{changed}\0{self._checksums.get(shard, b'').hex()}".encode(errors="surrogateescape")
+        checksum = self._checksums.get(shard, b"").hex()
+        name = f"{shard}\0{size}\0{self._version(shard)}\0{checksum}".encode(errors="surrogateescape")
         path = self._folder / hashlib.blake2b(name, digest_size=16).hexdigest()
         failed, began = path.with_suffix(".failed"), time.time()
         with _locked(path.with_suffix(".lock")):
@@ -96,15 +98,23 @@ class ShardCache:
                 self.num_fetched += 1
             yield path
 
+    def _version(self, shard: str) -> str:
+        """A text that differs after a shard was replaced, also by one of the same size."""
+        if "://" in shard:
+            return self._versions.get(shard, "")
+        its = os.stat(shard)
+        return f"{its.st_mtime_ns} {its.st_ctime_ns}"  # programs that copy files set the first one to what it was
+
     def _fetch(self, shard: str, size: int, path: Path) -> None:
         part = path.with_suffix(".part")
         packed = part if "://" in shard else Path(shard)
         try:
             if "://" in shard:
                 self._make_room(size, path)
+                url, asks = ckpt.Url(shard), shard in self._versions
                 for _ in range(2):  # another transfer may bring what the list says
-                    _again(lambda: ckpt.Url(shard).download(part), shard, self._patience_s)
-                    if not (wrong := self._difference(shard, size, part)):
+                    version = _again(lambda: url.download(part, asks_version=asks), shard, self._patience_s)
+                    if not (wrong := self._difference(shard, size, part) or self._replaced(shard, version)):
                         break
             else:
                 wrong = self._difference(shard, size, packed)
@@ -123,6 +133,13 @@ class ShardCache:
         if found != size:
             return f"expected {size} bytes as listed, got {found}"
         return difference(packed, self._checksums[shard]) if shard in self._checksums else ""
+
+    def _replaced(self, shard: str, version: str) -> str:
+        """Whether a store has given other bytes than it has listed; "" if not, or if it says nothing of versions."""
+        listed = self._versions.get(shard, "")
+        if not listed or not version or version == listed:
+            return ""
+        return f"it was replaced since the start: expected version {listed} as listed, got {version}; start again"
 
     def _unpack(self, shard: str, packed: Path, path: Path) -> None:
         """Write the contents of a compressed file. They may not be larger than the limit of the whole folder."""
@@ -228,13 +245,12 @@ def _of_zst(shard: str, packed: Path) -> Iterator[bytes]:
         raise EOFError("it is cut off")
 
 
-def _again(fetch: Callable[[], object], shard: str, patience_s: float) -> None:
-    """Call `fetch` until it succeeds, with growing pauses. OSError if that takes too long, or the shard is not there."""
+def _again(fetch: Callable[[], str], shard: str, patience_s: float) -> str:
+    """The result of `fetch`, called until it succeeds, with growing pauses. OSError if that takes too long, or there is no shard."""
     until, pause_s = time.monotonic() + patience_s, _FIRST_PAUSE_S
     while True:
         try:
-            fetch()
-            return
+            return fetch()
         except OSError as error:
             if error.errno in _NO_REMEDY:
                 raise OSError(f"data: {shard} cannot be fetched: {error}") from None

@@ -119,8 +119,10 @@ def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Cor
 
 def shard_cache(config: DataConfig, lists: Iterable[ShardList]) -> ShardCache:
     """The cache of this node for the shards of some lists."""
+    lists = list(lists)
     checksums = {path: checksum for its in lists for path, checksum in its.checksums.items()}
-    return ShardCache(config.cache, limit_bytes=config.cache_bytes, checksums=checksums)
+    versions = {path: version for its in lists for path, version in its.versions.items()}
+    return ShardCache(config.cache, limit_bytes=config.cache_bytes, checksums=checksums, versions=versions)
 
 
 def speed_up(

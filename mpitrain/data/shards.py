@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 import ckpt
+from ckpt.storage.file_info import FileInfo
 from mpitrain.data.checksums import is_checksum_list, read_checksums
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -31,7 +32,8 @@ _FEW = 8
 class ShardList(NamedTuple):
     """The shards of a source. `folder`: of all of them. `names`: in it, in order; `paths`: or URLs. `sizes`: bytes, int64.
 
-    `checksums`: by the paths of those for which a list has one.
+    `checksums`: by the paths of those for which a list has one. `versions`: of remote shards, by their URLs: a text of the store that
+    differs after a shard was replaced.
     """
 
     folder: str
@@ -39,9 +41,10 @@ class ShardList(NamedTuple):
     paths: tuple[str, ...]
     sizes: np.ndarray
     checksums: Mapping[str, bytes] = {}
+    versions: Mapping[str, str] = {}
 
     def packed(self) -> bytes:
-        """The names and sizes for a checkpoint. Each start reads the checksums anew."""
+        """The names and sizes for a checkpoint. Each start reads the checksums and versions anew."""
         names = "\0".join(self.names).encode(errors="surrogateescape")
         return zlib.compress(np.int64(len(self.names)).tobytes() + self.sizes.astype("<i8").tobytes() + names, 6)
 
@@ -61,11 +64,11 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
         ValueError: a pattern that names no file, a shard that does not exist or is empty, two shards of one name, a wrong list of
             checksums, or two checksums of one shard.
     """
-    found: dict[str, int] = {}
+    found: dict[str, FileInfo] = {}
     checksums: dict[str, bytes] = {}
     for pattern in patterns:
         names = [pattern] if os.path.exists(pattern) else list(expanded(pattern))
-        its = _sizes(names)
+        its = _infos(names)
         if not its:
             raise ValueError(f"data: {pattern} names no file")
         if not is_checksum_list(pattern):
@@ -73,18 +76,20 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
             continue
         for list_path in sorted(its):
             listed = _of_checksum_list(list_path)
-            found |= _sizes(list(listed), are_patterns=False)
+            found |= _infos(list(listed), are_patterns=False)
             if twice := [path for path in listed if checksums.get(path, listed[path]) != listed[path]]:
                 raise ValueError(f"data: {twice[0]} has two checksums; {list_path} has the second one")
             checksums |= listed
     if not found:
         raise ValueError("data: expected the names of shards, got none")
-    if empty := [path for path, size in found.items() if not size]:
+    if empty := [path for path, its in found.items() if not its.size]:
         raise ValueError(f"data: {empty[0]} is empty; expected documents")
     paths = sorted(found)
     folder = _common_folder(paths)
     names = [path[len(folder) + 1 :] if folder else path for path in paths]
-    return ShardList(folder, tuple(names), tuple(paths), np.array([found[path] for path in paths], np.int64), checksums)
+    sizes = np.array([found[path].size for path in paths], np.int64)
+    versions = {path: its.version for path, its in found.items() if its.version}
+    return ShardList(folder, tuple(names), tuple(paths), sizes, checksums, versions)
 
 
 def expanded(pattern: str) -> Iterator[str]:
@@ -119,13 +124,13 @@ def _of_checksum_list(list_path: str) -> dict[str, bytes]:
     return {f"{folder}/{name}": checksum for name, checksum in read_checksums(list_path, data).items()}
 
 
-def _sizes(names: Sequence[str], *, are_patterns: bool = True) -> dict[str, int]:
-    """The files of names or patterns, all paths or all URLs, and their sizes. ValueError if a file is not there."""
+def _infos(names: Sequence[str], *, are_patterns: bool = True) -> dict[str, FileInfo]:
+    """The files of names or patterns, all paths or all URLs. ValueError if a file is not there."""
     return (_remote if "://" in names[0] else _local)(names, are_patterns)
 
 
-def _local(names: Sequence[str], are_patterns: bool) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _local(names: Sequence[str], are_patterns: bool) -> dict[str, FileInfo]:
+    found: dict[str, FileInfo] = {}
     for name in names:
         path = os.path.expanduser(name)
         is_pattern = are_patterns and glob.has_magic(path) and not os.path.exists(path)
@@ -134,29 +139,29 @@ def _local(names: Sequence[str], are_patterns: bool) -> dict[str, int]:
         try:
             for each in glob.glob(path, recursive=True) if is_pattern else [path]:
                 if not os.path.isdir(each):
-                    found[os.path.abspath(each)] = os.stat(each).st_size
+                    found[os.path.abspath(each)] = FileInfo(os.stat(each).st_size, "")
         except OSError as error:
             raise ValueError(f"data: {error.filename} cannot be read: {error.strerror or error}") from None
     return found
 
 
-def _remote(names: Sequence[str], are_patterns: bool) -> dict[str, int]:
-    found: dict[str, int] = {}
-    folders: dict[str, dict[str, int | None]] = {}
+def _remote(names: Sequence[str], are_patterns: bool) -> dict[str, FileInfo]:
+    found: dict[str, FileInfo] = {}
+    folders: dict[str, dict[str, FileInfo | None]] = {}
     for name in names:
         try:
             if are_patterns and glob.has_magic(name):
-                found |= {str(each): size for each, size in ckpt.Url(name).files().items()}
+                found |= {str(each): its for each, its in ckpt.Url(name).files().items()}
                 continue
             folder, _, file = name.rpartition("/")
             if len(names) > _FEW and folder not in folders:  # one request, and not one for each name
-                folders[folder] = ckpt.Url(folder).entries()
-            size = folders[folder].get(file) if folder in folders else ckpt.Url(name).size()
+                folders[folder] = ckpt.Url(folder).infos()
+            info = folders[folder].get(file) if folder in folders else ckpt.Url(name).info()
         except OSError as error:
             raise ValueError(f"data: {name} cannot be read: {error}") from None
-        if size is None:
+        if info is None:
             raise ValueError(f"data: {name} cannot be read: there is no such file")
-        found[name] = size
+        found[name] = info
     return found
 
 

@@ -54,7 +54,8 @@ class TarSamples(Generic[T]):
         self._shards, self._decode = list_shards([paths] if isinstance(paths, str) else paths), decode
         if other := [path for path in self._shards.paths if kind_of(path) != "tar"]:
             raise ValueError(f"TarSamples: expected tar files, got {other[0]}")
-        self._cache = ShardCache(cache, limit_bytes=cache_bytes, checksums=self._shards.checksums)
+        its = self._shards
+        self._cache = ShardCache(cache, limit_bytes=cache_bytes, checksums=its.checksums, versions=its.versions)
         self._files: dict[int, MappedFile] = {}
         self._found: _Index | None = None
 

@@ -67,6 +67,7 @@ class Source:
             tuple(self.shards.paths[index] for index in order),
             self.shards.sizes[order],
             self.shards.checksums,
+            self.shards.versions,
         )
         before = replace(self, shards=shards, chunk_bytes=chunk_bytes, eras=eras)
         if not further:

@@ -18,6 +18,7 @@ from s3_server import Fault, S3Server
 
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedShardError
+from mpitrain.data.shards import list_shards
 
 DATA = bytes(range(256)) * 40
 OWN = f"mpitrain-shards-{os.getuid()}"
@@ -51,6 +52,50 @@ def test_a_remote_shard_comes_once(tmp_path: Path, bucket: str) -> None:
     assert read(cache, f"{bucket}/1.tar", size) == DATA + b"\x01" == read(other, f"{bucket}/1.tar", size)
     assert (cache.num_fetched, other.num_fetched) == (1, 0)
     assert oct((tmp_path / "cache" / OWN).stat().st_mode)[-3:] == "700"
+
+
+@pytest.mark.parametrize("place", ["file", "memory", "s3"])
+def test_a_shard_that_was_replaced_by_one_of_the_same_size(
+    tmp_path: Path, bucket: str, place: str, request: pytest.FixtureRequest
+) -> None:
+    if place == "s3":
+        s3: S3Server = request.getfixturevalue("s3")
+    folder = {"file": f"file://{tmp_path}", "memory": bucket, "s3": "s3://bucket/replaced"}[place]
+
+    def write(data: bytes) -> None:
+        if place == "s3":
+            s3.put("replaced/9.tar", data)
+        else:
+            fsspec.filesystem(place).pipe(f"{folder}/9.tar", data)
+
+    def found(pattern: str, cache: str = "cache") -> bytes:
+        shards = list_shards([f"{folder}/{pattern}"])
+        (path,) = (path for path in shards.paths if path.endswith("9.tar"))
+        with ShardCache(tmp_path / cache, versions=shards.versions).local(path, len(DATA)) as local:
+            return local.read_bytes()
+
+    patterns = ("9.tar", "9*.tar", "{9,9,9,9,9,9,9,9,9}.tar")  # asked for alone, by a glob, in a list of the folder
+    write(DATA)
+    versions = [set(list_shards([f"{folder}/{pattern}"]).versions.values()) for pattern in patterns]
+    assert [found(pattern) for pattern in patterns] == [DATA] * 3
+    assert len(set.union(*versions)) == 1, "a version is the same however it was asked for"
+    write(DATA[::-1])
+    assert [found(pattern) for pattern in patterns] == [DATA[::-1]] * 3
+    listed = list_shards([f"{folder}/9.tar"])
+    write(DATA)
+    cache = ShardCache(tmp_path / "other", versions=listed.versions)
+    with pytest.raises(
+        DamagedShardError, match=r"9.tar: it was replaced since the start: expected version .*; start again"
+    ):
+        read(cache, listed.paths[0], len(DATA))
+
+
+def test_a_compressed_file_that_was_replaced_by_one_of_the_same_size_and_time(tmp_path: Path) -> None:
+    cache, shard = ShardCache(tmp_path / "cache"), tmp_path / "a.jsonl.gz"
+    for data in (b"first ", b"second"):
+        shard.write_bytes(gzip.compress(data, compresslevel=0))
+        os.utime(shard, (1_700_000_000, 1_700_000_000))
+        assert read(cache, str(shard), shard.stat().st_size) == data
 
 
 def test_the_limit_removes_what_was_used_last(tmp_path: Path, bucket: str) -> None:
