@@ -23,7 +23,7 @@ from ckpt.reading.checkpoint import Checkpoint
 from ckpt.reading.checkpoint import open_checkpoint as open
 from ckpt.reading.entry import TensorEntry
 from ckpt.reading.loading import load
-from ckpt.reading.mapping import map_vector
+from ckpt.reading.mapping import VectorFiles, map_vector
 from ckpt.saving.background import wait
 from ckpt.saving.save import save
 from ckpt.storage.catalog import CheckpointInfo, find, latest, list_checkpoints
@@ -39,6 +39,7 @@ __all__ = [
     "Shard",
     "TensorEntry",
     "Url",
+    "VectorFiles",
     "export",
     "find",
     "import_file",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -11,9 +10,9 @@ from pathlib import Path
 from ckpt.format.hdf5 import INDEX_NAME
 from ckpt.format.manifest import CheckpointError
 from ckpt.storage.catalog import read_manifest
+from ckpt.storage.child import environment, signal_name
 from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import local_path
-from collectives.launcher import LAUNCHER_PREFIXES
 
 _TIMEOUT_S = 60.0
 _BLOCKS_PER_S = 1000
@@ -68,14 +67,6 @@ def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, st
     """The findings of the child, and a message if it crashed or took too long."""
     paths = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
     arguments = [str(folder), str(int(timeout_s) + 1), str(_MAX_ANSWER_BYTES), json.dumps(paths)]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith((*LAUNCHER_PREFIXES, "HDF5_", "MPITRAIN_", "LD_PRELOAD"))
-    }
-    # "::" turns off plug-ins permanently; the path has none either.
-    environment |= {"HDF5_PLUGIN_PRELOAD": "::", "HDF5_PLUGIN_PATH": os.devnull, "HDF5_USE_FILE_LOCKING": "FALSE"}
-    environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
         try:
             code = subprocess.run(
@@ -83,11 +74,11 @@ def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, st
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=complained,
-                env=environment,
+                env=environment(),
                 timeout=timeout_s,
                 check=False,
             ).returncode
-            end = f"HDF5 crashes on it: {_signal_name(-code)}" if code < 0 else None
+            end = f"HDF5 crashes on it: {signal_name(-code)}" if code < 0 else None
         except subprocess.TimeoutExpired:
             code, end = 0, f"HDF5 was not done with it after {timeout_s:.0f} s"
         said.seek(0)
@@ -98,10 +89,3 @@ def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, st
             raise CheckpointError(f"{folder}: its HDF5 files could not be looked at: {last[-1:]}")
     # The last line may be cut off if the child was killed.
     return [tuple(json.loads(line)) for line in lines if line.endswith(b"]")], end
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

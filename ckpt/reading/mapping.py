@@ -1,10 +1,26 @@
-"""Datasets of any HDF5 file as arrays in mapped memory."""
+"""Datasets of any HDF5 file as arrays in mapped memory. A child process opens the files, because HDF5 may crash: see vectors.py."""
 
+import json
 import os
+import socket
+import stat
+import subprocess
+import sys
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-import h5py
 import numpy as np
+
+from ckpt.storage.child import environment, signal_name
+
+_MAX_MESSAGE_BYTES = 1 << 16
+# With -I Python ignores the environment, and imports nothing from the current folder.
+_CHILD = """
+import json, runpy, sys
+sys.path[:] = json.loads(sys.argv[2])
+runpy.run_path(sys.argv[3], run_name="__main__")
+"""
 
 
 def map_vector(path: str | os.PathLike[str], name: str | None = None) -> np.ndarray:
@@ -15,28 +31,84 @@ def map_vector(path: str | os.PathLike[str], name: str | None = None) -> np.ndar
         name: the dataset; None: "tokens", or the only 1-D dataset of integers at the top of the file.
 
     Raises:
-        OSError: no HDF5 file, or it cannot be read.
-        ValueError: there is no such dataset, or it is compressed or chunked, which a map cannot show.
+        OSError: the file cannot be read.
+        ValueError: it is no HDF5 file, or damaged; there is no such dataset; or its values are no range of bytes of this file: it is
+            compressed, chunked or virtual, or lies in another file.
     """
-    path = Path(path)
-    with h5py.File(path, "r") as file:
-        vectors = [key for key, each in file.items() if isinstance(each, h5py.Dataset) and _is_vector(each)]
-        wanted = name or ("tokens" if "tokens" in vectors or len(vectors) != 1 else vectors[0])
-        dataset = file.get(wanted)
-        if not isinstance(dataset, h5py.Dataset) or not _is_vector(dataset):
-            raise ValueError(
-                f"{path}: expected a 1-D dataset of integers named {wanted!r}, got {', '.join(vectors) or 'none'}"
-            )
-        if dataset.chunks is not None or dataset.is_virtual:
-            raise ValueError(
-                f"{path}: {wanted!r} is chunked or virtual, and only contiguous datasets can be mapped: "
-                f"h5repack -l {wanted}:CONTI -f {wanted}:NONE {path} new.h5"
-            )
-        offset, shape, dtype = dataset.id.get_offset(), dataset.shape, dataset.dtype
-    if offset is None or not shape[0]:
-        raise ValueError(f"{path}: {wanted!r} is empty")
-    return np.memmap(path, dtype, "r", offset, shape)
+    with VectorFiles() as files:
+        return files.map(path, name)
 
 
-def _is_vector(dataset: h5py.Dataset) -> bool:
-    return dataset.ndim == 1 and dataset.dtype.kind in "iu"
+class VectorFiles:
+    """Maps datasets of many files: see `map_vector`. A context manager: its end ends the child process, which the first file starts."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def __enter__(self) -> "VectorFiles":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def map(self, path: str | os.PathLike[str], name: str | None = None) -> np.ndarray:
+        """See `map_vector`."""
+        path = Path(path)
+        with os.fdopen(_opened(path), "rb") as file:
+            found = self._ask(file.fileno(), name)
+            if isinstance(found, str):
+                raise ValueError(f"{path}: {found}")
+            offset, dtype, length = found["offset"], np.dtype(found["dtype"]), found["length"]
+            if offset + length * dtype.itemsize > os.fstat(file.fileno()).st_size:
+                raise ValueError(f"{path}: it is cut off: its dataset ends at byte {offset + length * dtype.itemsize}")
+            return np.memmap(file, dtype, "r", offset, (length,))
+
+    def _ask(self, file: int, name: str | None) -> dict[str, Any] | str:
+        """Where the dataset is, or what is wrong with the file."""
+        if self._socket is None:
+            self._start()
+        assert self._socket is not None
+        try:
+            socket.send_fds(self._socket, [json.dumps(name).encode()], [file])
+            answer = self._socket.recv(_MAX_MESSAGE_BYTES)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = b""
+        if answer:
+            found: dict[str, Any] | str = json.loads(answer)
+            return found
+        code = self._end()
+        if code == 1:  # Python's own errors, such as a module that is missing
+            raise OSError("the process that opens HDF5 files cannot start; expected `python -c 'import h5py'` to work")
+        return f"HDF5 crashes on it, or does not end: {signal_name(-code)}; the file is damaged"
+
+    def _start(self) -> None:
+        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        paths = [os.path.abspath(entry) for entry in sys.path if entry]
+        program = Path(__file__).with_name("vectors.py")
+        with its:
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", "-c", _CHILD, str(its.fileno()), json.dumps(paths), str(program)],
+                stdin=subprocess.DEVNULL,
+                env=environment(),
+                pass_fds=[its.fileno()],
+            )
+
+    def _end(self) -> int:
+        """End the child. Returns its exit code."""
+        if self._socket is not None:
+            self._socket.close()
+        code = self._child.wait() if self._child is not None else 0
+        self._socket = self._child = None
+        return code
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file. ValueError if it is no regular one: a pipe would never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ValueError(f"{path}: expected a regular file")
+    return fd

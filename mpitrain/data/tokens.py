@@ -159,7 +159,8 @@ def open_tokens(paths: Sequence[str], heldout: float, field: str | None = None) 
     Raises:
         ValueError: a file that is none of its kind, or cannot be read.
     """
-    arrays = [_mapped(Path(path).expanduser(), field) for path in paths]
+    with ckpt.VectorFiles() as files:
+        arrays = [_mapped(Path(path).expanduser(), field, files) for path in paths]
     tokens = Tokens(arrays)
     digest = hashlib.blake2b(f"tokens {heldout!r}".encode(), digest_size=16)
     for path, array in zip(paths, arrays, strict=True):
@@ -169,16 +170,16 @@ def open_tokens(paths: Sequence[str], heldout: float, field: str | None = None) 
     return TokenFiles(train, held, len(paths), digest.hexdigest())
 
 
-def _mapped(path: Path, field: str | None) -> np.ndarray:
+def _mapped(path: Path, field: str | None, files: ckpt.VectorFiles) -> np.ndarray:
     try:
-        return with_more_files(lambda: _array(path, field))
+        return with_more_files(lambda: _array(path, field, files))
     except OSError as error:
         raise ValueError(f"data.path: {error.filename or path} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
         raise ValueError(f"data.path: {error}" if str(path) in str(error) else f"data.path: {path}: {error}") from None
 
 
-def _array(path: Path, field: str | None) -> np.ndarray:
+def _array(path: Path, field: str | None, files: ckpt.VectorFiles) -> np.ndarray:
     if path.suffix == ".bin":
         return _of_megatron(path)
     if path.suffix == ".npy":
@@ -186,7 +187,7 @@ def _array(path: Path, field: str | None) -> np.ndarray:
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             raise ValueError(f"{path}: expected a 1-D array of integers, got {array.dtype} of shape {array.shape}")
         return array
-    return ckpt.map_vector(path, field)
+    return files.map(path, field)
 
 
 def _of_megatron(path: Path) -> np.ndarray:

@@ -135,10 +135,10 @@ def two(folder: Path) -> None:
         (matrix, r"b.npy: expected a 1-D array of integers, got int32 of shape \(3, 3\)"),
         (pickled, r"b.npy: .*[Aa]rray can't be memory-mapped|b.npy: Object arrays cannot be loaded"),
         (no_numpy, r"b.npy: "),
-        (no_hdf5, r"c.h5 cannot be read"),
+        (no_hdf5, r"c.h5: HDF5 cannot read it"),
         (
             chunked,
-            r"c.h5: 'tokens' is chunked or virtual, and only contiguous datasets can be mapped: h5repack -l tokens:CONTI",
+            r"c.h5: 'tokens' is chunked, and only contiguous datasets can be mapped: h5repack -l tokens:CONTI",
         ),
         (two, r"c.h5: expected a 1-D dataset of integers named 'tokens', got x, y"),
     ],
