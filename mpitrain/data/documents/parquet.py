@@ -1,93 +1,178 @@
 """Parquet files, with pyarrow (`pip install "mpitrain[parquet]"`): each row is a document. The text is a column of strings or bytes."""
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.data.documents.reading import DamagedSampleError, DamagedShardError
+from mpitrain.data.documents.pages import PageError, extent_of, row_groups_of
+from mpitrain.data.documents.reading import DamagedSampleError, DamagedShardError, MappedFile, in_one_line
+from mpitrain.data.documents.texts import Texts
+
+
+class Limits(NamedTuple):
+    """What a cut may take, in bytes of text. A file of a few bytes can stand for any number of them."""
+
+    page_bytes: int = 1 << 30
+    """Of a page, which is decoded as a whole."""
+    piece_bytes: int = 256 << 20
+    """Decoded at a time, if the pages are smaller."""
+    held_bytes: int = 512 << 20
+    """In memory. What is more goes into a temporary file."""
+    most_bytes: int = 8 << 30
+    """In all."""
 
 
 class ParquetReader:
     """An open Parquet file. `name`: see MappedFile. `field`: the column of the text.
 
-    ImportError without pyarrow. DamagedShardError if the file is no Parquet file, or has no such column.
+    ImportError without pyarrow. DamagedShardError if the file is no Parquet file, or has no such column, or has two.
     """
 
-    def __init__(self, path: Path, name: str, field: str = "text") -> None:
+    def __init__(self, path: Path, name: str, field: str = "text", limits: Limits = Limits()) -> None:  # noqa: B008
         try:
             import pyarrow as arrow
             from pyarrow import parquet
         except ImportError:
             raise ImportError(f'{name}: Parquet files need pyarrow: pip install "mpitrain[parquet]"') from None
-        self.name, self._field, self._arrow = name, field, arrow
+        self.name, self._arrow, self._limits = name, arrow, limits
+        self._errors = (arrow.ArrowException, OSError, ValueError, KeyError, IndexError, OverflowError)
+        self._mapped = MappedFile(path, name)
         try:
-            self._file = parquet.ParquetFile(path, memory_map=True)
-        except (arrow.ArrowException, OSError) as error:
-            raise DamagedShardError(f"{name}: expected a Parquet file: {error}") from None
-        schema = self._file.schema_arrow
-        if field not in schema.names:
-            self._file.close()
-            raise DamagedShardError(
-                f"{name}: expected a column {field!r}, got {', '.join(schema.names)}; data.field names it"
+            self._file = parquet.ParquetFile(
+                arrow.BufferReader(arrow.py_buffer(self._mapped.bytes)), page_checksum_verification=True
             )
-        kind = schema.field(field).type
-        if not any(is_kind(kind) for is_kind in _kinds(arrow)):
-            self._file.close()
-            raise DamagedShardError(f"{name}: expected strings in the column {field!r}, got {kind}")
-        self._begins = np.array([self._begin_of(group) for group in range(self._file.num_row_groups)], np.int64)
-        self._firsts = np.cumsum([0] + [self._file.metadata.row_group(i).num_rows for i in range(len(self._begins))])
+            self._column = self._column_of(field)
+            # pyarrow's own view of the footer may end the process.
+            num_columns = len(self._file.schema)
+            self._groups = row_groups_of(self._mapped.bytes, self._mapped.size, self._column, num_columns)
+            self._begins = np.array([group.begin for group in self._groups], np.int64)
+            self._firsts = [0, *accumulate(group.num_rows for group in self._groups)]
+        except DamagedShardError:
+            raise
+        except PageError as error:
+            raise self._damaged(f": {error}") from None
+        except self._errors as error:
+            raise self._damaged(f": expected a Parquet file: {error}") from None
 
     def cut(self, begin: int, end: int) -> "ParquetCut":
         """See Reader. Rows are read in whole row groups: all of a group count as its first byte."""
-        first, last = np.searchsorted(self._begins, (begin, end))
-        groups = list(range(int(first), int(last)))
-        if not groups:
-            return ParquetCut(self, 0, None)
-        try:
-            column = (
-                self._file.read_row_groups(groups, columns=[self._field], use_threads=False).column(0).combine_chunks()
-            )
-            column = column.cast(
-                self._arrow.large_binary()
-            )  # text that is not UTF-8 is one damaged document, not an error of the whole
-        except (self._arrow.ArrowException, OSError) as error:
-            raise DamagedShardError(f"{self.name}, row groups {groups}: {error}") from None
-        return ParquetCut(self, int(self._firsts[first]), column)
+        groups = np.flatnonzero((self._begins >= begin) & (self._begins < end)).tolist()
+        texts = Texts(self._limits.held_bytes)
+        for group in groups:
+            try:
+                self._read(group, texts)
+            except DamagedShardError:
+                raise
+            except OSError as error:
+                if error.errno is not None:  # of the temporary file
+                    raise
+                raise self._damaged(f", row group {group}: {error}") from None
+            except self._errors as error:
+                raise self._damaged(f", row group {group}: {error}") from None
+        return ParquetCut(self.name, self._rows(groups), texts)
 
     def close(self) -> None:
         """See Reader."""
         self._file.close()
+        self._mapped.close()
 
-    def _begin_of(self, group: int) -> int:
-        """The first byte of a row group: of any of its columns, and of their dictionaries."""
-        columns = self._file.metadata.row_group(group)
-        places = [columns.column(i) for i in range(columns.num_columns)]
-        return min(each.dictionary_page_offset or each.data_page_offset for each in places)
+    def _damaged(self, text: str) -> DamagedShardError:
+        """An error of which the text may have the words of pyarrow, or names that stand in the file."""
+        return DamagedShardError(f"{self.name}{in_one_line(text)}")
+
+    def _rows(self, groups: Sequence[int]) -> Sequence[int]:
+        """The numbers of the rows of some row groups, mostly neighbours."""
+        rows = [range(self._firsts[group], self._firsts[group + 1]) for group in groups]
+        if all(before.stop == after.start for before, after in pairwise(rows)):
+            return range(rows[0].start, rows[-1].stop) if rows else range(0)
+        return list(chain(*rows))
+
+    def _read(self, group: int, texts: Texts) -> None:
+        """Add the texts of a row group."""
+        num_rows, before = self._groups[group].num_rows, texts.num
+        for array in self._arrays(group, num_rows):
+            _add(texts, array)
+            if texts.num_bytes > self._limits.most_bytes:
+                raise DamagedShardError(
+                    f"{self.name}, row group {group}: its first {texts.num - before} of {num_rows} rows, with the groups that are read "
+                    f"before it, have {texts.num_bytes} bytes of text; expected at most {self._limits.most_bytes}: write the file with "
+                    "smaller row groups (row_group_size of pyarrow)"
+                )
+        if texts.num - before != num_rows:
+            raise DamagedShardError(
+                f"{self.name}, row group {group}: it has {texts.num - before} rows, and the footer of the file says {num_rows}"
+            )
+
+    def _arrays(self, group: int, num_rows: int) -> Iterator[Any]:
+        """The column of a row group, in arrays of at most `piece_bytes` bytes, or of one row."""
+        extent = extent_of(self._mapped.bytes, *self._groups[group].pages, num_rows)
+        if extent.any_page_bytes > self._limits.page_bytes:
+            raise DamagedShardError(
+                f"{self.name}, row group {group}: a page unpacks to {extent.any_page_bytes} bytes; expected at most "
+                f"{self._limits.page_bytes}: write the file with smaller pages (data_page_size of pyarrow)"
+            )
+        most = self._limits.piece_bytes
+        rows = num_rows if extent.num_bytes <= most else extent.rows_within(most)
+        if num_rows:
+            for batch in self._file.reader.iter_batches(rows, [group], [self._column], use_threads=False):
+                yield batch.column(0)
+
+    def _column_of(self, field: str) -> int:
+        """The number of a column, among those that hold values. DamagedShardError if there is none, or two, or not of text."""
+        schema = self._file.schema_arrow
+        if (num := schema.names.count(field)) != 1:
+            have = f"expected a column {field!r}, got {', '.join(schema.names)}; data.field names it"
+            raise self._damaged(f": {f'{num} columns are called {field!r}' if num else have}")
+        kind, types = schema.field(field).type, self._arrow.types
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        of_strings = (types.is_string, types.is_large_string, types.is_string_view)
+        of_bytes = (types.is_binary, types.is_large_binary, types.is_binary_view)
+        if not any(is_kind(kind) for is_kind in (*of_strings, *of_bytes)):
+            raise self._damaged(f": expected strings in the column {field!r}, got {schema.field(field).type}")
+        paths = [self._file.schema.column(number).path for number in range(len(self._file.schema))]
+        if paths.count(field) != 1:  # of a structure `a` with a part `b` and of a column `a.b`
+            raise self._damaged(f": {paths.count(field)} columns are called {field!r}")
+        return paths.index(field)
 
 
 class ParquetCut:
-    """The rows of neighbouring row groups. See Cut."""
+    """The rows of some row groups: their numbers in the file, and their texts. See Cut."""
 
-    def __init__(self, reader: ParquetReader, first: int, column: Any) -> None:
-        self._reader, self._first, self._column = reader, first, column
+    def __init__(self, name: str, rows: Sequence[int], texts: Texts) -> None:
+        self._name, self._rows, self._texts = name, rows, texts
 
     def __len__(self) -> int:
-        return 0 if self._column is None else len(self._column)
+        return len(self._rows)
 
     def key(self, index: int) -> bytes:
-        return f"{self._reader.name}:{self._first + index}".encode(errors="surrogateescape")
+        return f"{self._name}:{self._rows[index]}".encode(errors="surrogateescape")
 
     def where(self, index: int) -> str:
-        return f"{self._reader.name}, row {self._first + index}"
+        return f"{self._name}, row {self._rows[index]}"
 
     def text(self, index: int) -> bytes:
-        value: bytes | None = self._column[index].as_py()
-        if value is None:
+        if (value := self._texts[index]) is None:
             raise DamagedSampleError(f"{self.where(index)}: expected text, got null")
         return value
 
 
-def _kinds(arrow: Any) -> tuple[Any, ...]:
-    types = arrow.types
-    return types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
+def _add(texts: Texts, array: Any) -> None:
+    """Add an array of strings or bytes. They need not be UTF-8: that is one damaged document, not an error of the whole."""
+    import pyarrow as arrow
+
+    kind = array.type
+    if arrow.types.is_dictionary(kind):
+        array = array.dictionary_decode()
+    if arrow.types.is_string_view(array.type) or arrow.types.is_binary_view(array.type):
+        array = array.cast(arrow.large_binary())
+    is_large = arrow.types.is_large_string(array.type) or arrow.types.is_large_binary(array.type)
+    _, begins, data = array.buffers()
+    if not len(array):
+        return
+    width = np.int64 if is_large else np.int32
+    found = np.frombuffer(begins, width, len(array) + 1, array.offset * np.dtype(width).itemsize)
+    missing = array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    texts.add(found, memoryview(data) if data is not None else memoryview(b""), missing)

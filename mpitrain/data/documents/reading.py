@@ -20,6 +20,13 @@ class DamagedShardError(ValueError):
     """The rest of a shard cannot be read, because the places of its documents are not known. The text names the shard."""
 
 
+def in_one_line(text: object, most: int = 500) -> str:
+    """A text of another library, or of a file, for a message: in one line, of characters that can be printed."""
+    line = " ".join(str(text)[: 4 * most].split())
+    shown = "".join(character if character.isprintable() else "?" for character in line)
+    return shown if len(shown) <= most else f"{shown[:most]}..."
+
+
 class Cut(Protocol):
     """The documents of a part of a shard."""
 

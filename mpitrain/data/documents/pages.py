@@ -1,0 +1,143 @@
+"""What a Parquet file says of its row groups, and how much text their pages can stand for before any of it is decoded.
+
+The footer says how large a column is, and any number may stand there. The headers of the pages say it, too, and a decoder holds to
+them: a page that does not unpack to the size in its header is an error. A page is at most 2 GiB, but a dictionary of one long text
+stands for any number of rows, and so do rows that begin as the one before.
+
+Source of the formats: https://github.com/apache/parquet-format, parquet.thrift.
+"""
+
+from typing import Any, NamedTuple
+
+from mpitrain.data.documents.thrift import ThriftError, read_struct
+
+_DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # types of pages
+_PLAIN, _DELTA_LENGTH = 0, 6  # encodings in which each row has bytes of its own
+_OF_DICTIONARY = (2, 8)
+_MORE_BYTES = 100  # that the footers of an old writer leave out of a column, as pyarrow knows
+_PAGE = {1: None, 2: None, 3: None, 5: {1: None, 2: None}, 8: {1: None, 4: None}}
+_ROW_GROUPS, _COLUMNS, _NUM_ROWS = 4, 1, 3
+_FILE_PATH, _ABOUT, _PACKED_BYTES, _FIRST_PAGE, _DICTIONARY_PAGE = 1, 3, 7, 9, 11
+_FOOTER = {
+    _ROW_GROUPS: {
+        _COLUMNS: {_FILE_PATH: None, _ABOUT: {_PACKED_BYTES: None, _FIRST_PAGE: None, _DICTIONARY_PAGE: None}},
+        _NUM_ROWS: None,
+    }
+}
+
+
+class PageError(ValueError):
+    """The file is damaged. The text says where."""
+
+
+class RowGroup(NamedTuple):
+    """A row group. `begin`: its first byte. `pages`: the first byte of a column's pages, and the one after the last."""
+
+    num_rows: int
+    begin: int
+    pages: tuple[int, int]
+
+
+class Extent(NamedTuple):
+    """How much text a column of a row group can stand for."""
+
+    num_bytes: int
+    """Of all rows."""
+    shared_bytes: int
+    """Of a row whose bytes are also those of others: of a dictionary, or of the row before."""
+    page_bytes: int
+    """Of a page of rows with bytes of their own."""
+    page_rows: int
+    """The fewest rows of such a page, except for the last one."""
+    any_page_bytes: int
+    """Of any page."""
+
+    def rows_within(self, num_bytes: int) -> int:
+        """How many neighbouring rows have at most `num_bytes` bytes, wherever they are, or at most three pages of rows; at least 1."""
+        half, page_bytes = num_bytes // 2, max(self.page_bytes, 1)
+        of_shared = half // max(self.shared_bytes, 1)
+        pages = half // page_bytes  # n rows touch at most n pages, and at most n / page_rows + 2
+        if pages > 2:
+            of_pages = max(pages, (pages - 2) * self.page_rows)
+        else:  # of one large page, a part that is as large as a part of the rows mostly is
+            of_pages = self.page_rows * half // (2 * page_bytes)
+        return max(min(of_shared, of_pages), 1)
+
+
+def row_groups_of(data: Any, size: int, column: int, num_columns: int) -> list[RowGroup]:
+    """The row groups of a file, `data` of `size` bytes. `column`: one of `num_columns`. PageError if they do not lie in this file."""
+    length = int.from_bytes(data[size - 8 : size - 4], "little")
+    try:
+        footer, _ = read_struct(bytes(data[max(size - 8 - length, 0) : size - 8]), 0, length, _FOOTER)
+    except ThriftError as error:
+        raise PageError(f"its footer is damaged: {error}") from None
+    return [_row_group(its, n, size, column, num_columns) for n, its in enumerate(footer.get(_ROW_GROUPS, []))]
+
+
+def _row_group(its: dict[int, Any], number: int, size: int, column: int, num_columns: int) -> RowGroup:
+    columns, num_rows = its.get(_COLUMNS, []), _int(its, _NUM_ROWS)
+    if num_rows < 0 or len(columns) != num_columns:
+        raise PageError(
+            f"row group {number} has {len(columns)} columns of {num_rows} rows, and the file {num_columns} columns"
+        )
+    if other := next((each[_FILE_PATH] for each in columns if each.get(_FILE_PATH)), None):
+        raise PageError(
+            f"row group {number} is in another file, {other.decode(errors='replace')!r}; expected that file"
+        )
+    begin = min(_begin_of(each) for each in columns)
+    about = columns[column].get(_ABOUT, {})
+    first, length = min(_begin_of(columns[column]), _int(about, _FIRST_PAGE)), _int(about, _PACKED_BYTES)
+    if num_rows and not (0 <= begin < size and 0 <= first < size and 0 <= length <= size - first):
+        raise PageError(
+            f"row group {number} begins at byte {begin}, its column has {length} bytes at byte {first}, and the file has {size} bytes"
+        )
+    return RowGroup(num_rows, begin, (first, min(first + length + _MORE_BYTES, size)))
+
+
+def _begin_of(column: dict[int, Any]) -> int:
+    """The first byte of a column: of its dictionary, if it has one."""
+    about = column.get(_ABOUT, {})
+    dictionary = _int(about, _DICTIONARY_PAGE)
+    return dictionary if dictionary > 0 else _int(about, _FIRST_PAGE)
+
+
+def extent_of(data: Any, begin: int, end: int, num_rows: int) -> Extent:
+    """The extent of the pages from byte `begin` to `end - 1` of a file, of `num_rows` rows. PageError if they are damaged.
+
+    `data`: the bytes of the file. A row is a text, and not a list of texts.
+    """
+    num_bytes = shared_bytes = own_bytes = most_bytes = entry_bytes = seen = 0
+    page_rows, at = num_rows, begin
+    while seen < num_rows:
+        try:
+            header, body = read_struct(data, at, end, _PAGE)
+        except ThriftError as error:
+            raise PageError(f"the page at byte {at} is damaged: {error}") from None
+        kind, unpacked, packed = (_int(header, field) for field in (1, 2, 3))
+        if min(unpacked, packed) < 0 or body + packed > end:
+            raise PageError(f"the page at byte {at} is damaged: {packed} bytes, of which {end - body} are there")
+        page_bytes = max(unpacked, packed)
+        most_bytes = max(most_bytes, page_bytes)
+        if kind == _DICTIONARY:
+            entry_bytes = page_bytes
+        elif kind in (_DATA, _DATA_V2):
+            about = header.get(5 if kind == _DATA else 8)
+            if not isinstance(about, dict) or (num := _int(about, 1)) < 0:
+                raise PageError(f"the page at byte {at} is damaged: it does not say how many rows it has")
+            encoding = _int(about, 2 if kind == _DATA else 4)
+            seen += num
+            if encoding in (_PLAIN, _DELTA_LENGTH):
+                num_bytes += page_bytes
+                own_bytes = max(own_bytes, page_bytes)
+                page_rows = min(page_rows, num) if seen < num_rows else page_rows
+            else:
+                of_row = entry_bytes if encoding in _OF_DICTIONARY else page_bytes
+                shared_bytes = max(shared_bytes, of_row)
+                num_bytes += num * of_row
+        at = body + packed
+    return Extent(num_bytes, shared_bytes, own_bytes, page_rows, most_bytes)
+
+
+def _int(fields: dict[int, Any], number: int) -> int:
+    value = fields.get(number, -1)
+    return value if type(value) is int else -1

@@ -1,0 +1,156 @@
+"""Parquet files as others write them: large row groups, texts that stand for many, and columns that have one name."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from some_tensors import forget_peak, peak_bytes
+
+from mpitrain.data.documents import DamagedSampleError, DamagedShardError
+from mpitrain.data.documents.pages import Extent
+from mpitrain.data.documents.parquet import Limits, ParquetReader
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+SMALL = Limits(piece_bytes=1 << 18, held_bytes=1 << 20, most_bytes=1 << 30)
+ENCODINGS = {
+    "dictionary": {},
+    "plain": {"use_dictionary": False},
+    "lengths": {"use_dictionary": False, "column_encoding": {"text": "DELTA_LENGTH_BYTE_ARRAY"}},
+    "prefixes": {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
+}
+
+
+def read(reader: ParquetReader) -> list[bytes | None]:
+    """All texts, in another order than that of the file."""
+    cut = reader.cut(0, 1 << 60)
+    order = random.Random(0).sample(range(len(cut)), len(cut))
+    found: list[bytes | None] = [None] * len(cut)
+    for index in order:
+        try:
+            found[index] = cut.text(index)
+        except DamagedSampleError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("encoding", "version"), list(zip(ENCODINGS, ["1.0", "2.0"] * 2, strict=True)))
+def test_a_row_group_with_more_text_than_is_held(tmp_path: Path, encoding: str, version: str) -> None:
+    draws = np.random.default_rng(0)
+    some = [bytes(draws.integers(32, 127, 9000, np.uint8)).decode() for _ in range(60)]
+    texts = [f"{some[n % 60]}{n % 300}" * (n % 3) for n in range(1000)]
+    texts[7] = None
+    parquet.write_table(
+        arrow.table({"n": range(1000), "text": texts}), tmp_path / "a.parquet", compression="zstd", row_group_size=800,
+        data_page_version=version, **ENCODINGS[encoding],
+    )  # fmt: skip
+    expected = [None if text is None else text.encode() for text in texts]
+    assert sum(map(len, filter(None, expected))) > 5 * SMALL.held_bytes
+    for limits in (SMALL, Limits(), Limits(piece_bytes=1, held_bytes=0)):
+        reader = ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=limits)
+        assert read(reader) == expected
+        reader.close()
+    with pytest.raises(
+        DamagedShardError, match=r"a.parquet, row group 0: its first \d+ of 800 rows, .* expected at most 5000000"
+    ):
+        read(ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=SMALL._replace(most_bytes=5_000_000)))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_small_file_that_stands_for_much_text(tmp_path: Path, encoding: str) -> None:
+    path, num = tmp_path / "a.parquet", 200_000 if encoding == "dictionary" else 100
+    text = arrow.DictionaryArray.from_arrays(arrow.array([0] * num, arrow.int32()), arrow.array([" " * (1 << 18)]))
+    table = arrow.table({"text": text if encoding == "dictionary" else text.dictionary_decode()})
+    parquet.write_table(
+        table,
+        path,
+        compression="zstd",
+        row_group_size=num,
+        store_schema=False,
+        write_statistics=False,
+        **ENCODINGS[encoding],
+    )
+    assert path.stat().st_size < 20_000
+    limits = Limits(piece_bytes=1 << 20, held_bytes=2 << 20, most_bytes=12 << 20)
+    before = forget_peak()
+    with pytest.raises(
+        DamagedShardError, match=rf"row group 0: its first \d\d of {num} rows, .* expected at most 12582912"
+    ):
+        read(ParquetReader(path, "a.parquet", limits=limits))
+    assert peak_bytes() - before < 12 << 20
+
+
+def test_a_page_that_is_too_large(tmp_path: Path) -> None:
+    """As in files that have all rows of a row group in one page."""
+    texts = [f"{n} " * 100 for n in range(2000)]
+    parquet.write_table(
+        arrow.table({"text": texts}), tmp_path / "a.parquet", use_dictionary=False, data_page_size=1 << 30
+    )
+    num_bytes = sum(map(len, texts))
+    small = Limits(page_bytes=num_bytes + 8 * len(texts), piece_bytes=num_bytes // 10)
+    assert read(ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=small)) == [text.encode() for text in texts]
+    text = r"a.parquet, row group 0: a page unpacks to \d+ bytes; expected at most 100000: write the file with smaller pages"
+    with pytest.raises(DamagedShardError, match=text):
+        read(ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=small._replace(page_bytes=100_000)))
+
+
+def test_rows_that_are_decoded_together() -> None:
+    draws = random.Random(0)
+    for _ in range(300):
+        pages = [(draws.randint(1, 50), draws.randint(1, 1000)) for _ in range(draws.randint(1, 20))]  # rows, bytes
+        num_rows, most = sum(rows for rows, _ in pages), draws.randint(1, 30_000)
+        own, shared = max(size for _, size in pages), draws.choice([0, draws.randint(1, 3000)])
+        fewest = min([rows for rows, _ in pages[:-1]] or [num_rows])
+        rows = Extent(0, shared, own, fewest, own).rows_within(most)
+        page_of = [number for number, (count, _) in enumerate(pages) for _ in range(count)]
+        touched = [set(page_of[at : at + rows]) for at in range(num_rows)]
+        worst = max(sum(pages[number][1] for number in its) for its in touched)
+        assert rows == 1 or worst <= max(most // 2, 3 * own)
+        assert rows == 1 or rows * shared <= most // 2
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    a, b = arrow.array(["a"]), arrow.array(["b"])
+    inside = arrow.StructArray.from_arrays([b], ["text"])
+    for columns, names, field, text in (
+        ([a, b], ["text", "text"], "text", "2 columns are called 'text'"),
+        ([a, inside], ["in.text", "in"], "in.text", "2 columns are called 'in.text'"),
+        ([inside], ["text"], "text", "expected strings in the column 'text', got struct"),
+        ([inside], ["in"], "in.text", "expected a column 'in.text', got in"),
+    ):
+        parquet.write_table(arrow.table(columns, names=names), tmp_path / "a.parquet")
+        with pytest.raises(DamagedShardError, match=f"^a.parquet: {text}"):
+            ParquetReader(tmp_path / "a.parquet", "a.parquet", field)
+    parquet.write_table(arrow.table([inside, a, b], names=["in", "text", "n"]), tmp_path / "a.parquet")
+    assert read(ParquetReader(tmp_path / "a.parquet", "a.parquet")) == [b"a"]
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "large_binary", "string_view", "dictionary"])
+def test_every_kind_of_text(tmp_path: Path, kind: str) -> None:
+    texts = ["", "one", "zwei \u00e4", "three" * 1000] * 20
+    plain = arrow.string() if kind == "dictionary" else getattr(arrow, kind)()
+    array = arrow.array([text.encode() if "binary" in kind else text for text in texts], plain)
+    array = array.dictionary_encode() if kind == "dictionary" else array
+    parquet.write_table(arrow.table({"text": array}), tmp_path / "a.parquet", row_group_size=33)
+    for limits in (Limits(), SMALL._replace(piece_bytes=5000)):
+        assert read(ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=limits)) == [
+            text.encode() for text in texts
+        ]
+
+
+def test_row_groups_elsewhere_and_out_of_order(tmp_path: Path) -> None:
+    parquet.write_table(arrow.table({"text": [f"row {n}" for n in range(9)]}), tmp_path / "a.parquet", row_group_size=3)
+    reader = ParquetReader(tmp_path / "a.parquet", "a.parquet")
+    begins = reader._begins.tolist()
+    reader._begins = np.array([begins[2], begins[0], begins[1]])  # a file may have its row groups in any order
+    rows = [reader.cut(at, at + 1) for at in sorted(begins)]
+    assert sorted(cut.key(i) for cut in rows for i in range(len(cut))) == [b"a.parquet:%d" % n for n in range(9)]
+    found = parquet.read_metadata(tmp_path / "a.parquet")
+    found.set_file_path("a.parquet")
+    parquet.write_metadata(found.schema.to_arrow_schema(), tmp_path / "_metadata", metadata_collector=[found])
+    with pytest.raises(
+        DamagedShardError, match=r"_metadata: row group 0 is in another file, 'a.parquet'; expected that file"
+    ):
+        ParquetReader(tmp_path / "_metadata", "_metadata")
