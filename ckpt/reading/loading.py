@@ -12,6 +12,7 @@ from ckpt.format.boxes import pieces
 from ckpt.format.manifest import CheckpointError, Manifest, Tensor, named, unmatched_error
 from ckpt.garbage import no_collections
 from ckpt.ranks import Ranks, ranks_of
+from ckpt.reading.casting import cast as cast_to
 from ckpt.reading.reader import Reader
 from ckpt.saving.background import wait_before_load
 from ckpt.storage.catalog import check_there, manifest_bytes, none_usable, parse_manifest
@@ -44,7 +45,8 @@ def load(
     `strict`: requested names that are not stored, and stored names that are not requested, are an error; otherwise the former keep
     their values and the latter are ignored. `only`: a pattern such as "model/*", or several; all tensors whose name matches none of
     them are ignored. A pattern that matches no stored tensor is an error, also if not `strict`.
-    `cast`: convert between floating dtypes, and between complex dtypes, like NumPy's `astype`, if requested and stored dtypes differ.
+    `cast`: convert between floating dtypes, and between complex dtypes, if requested and stored dtypes differ: like NumPy's `astype`,
+    and to float8 like torch, where 500 becomes 448 in float8_e4m3fn.
     `verify`: compare every chunk read with its checksum.
     `copies`: the argument `copies` of `save`. If the checkpoint is missing or damaged for any rank, rank 0 gives a RuntimeWarning, and
     all ranks read the copy in the first place instead, then in the next one. Copies are found by the name; a checkpoint of another save
@@ -116,9 +118,7 @@ def _fill(part: LocalBox, tensor: Tensor, reader: Reader) -> None:
     for piece in pieces(part.box, _CAST_ELEMENTS):
         stored = np.empty(piece.shape, DTYPES[tensor.dtype].numpy)
         reader.fill(stored, tensor, piece)
-        if stored.itemsize == 1:  # NumPy cannot convert between some kinds of float8; float32 has the values of all
-            stored = stored.astype(np.float32)
-        part.array[piece.relative_to(part.box.offset).slices] = stored.astype(part.array.dtype)
+        part.array[piece.relative_to(part.box.offset).slices] = cast_to(stored, part.array.dtype)
 
 
 def _match(

@@ -11,7 +11,7 @@ import torch
 from checkpoints import flip_bit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from some_tensors import H5DUMP, equal, everything, needs_h5dump, random_array
+from some_tensors import H5DUMP, TORCH, as_torch, equal, everything, needs_h5dump, random_array
 from thread_ranks import on_ranks
 
 import ckpt
@@ -20,6 +20,7 @@ import ckpt.reading.reader
 from ckpt.format import hdf5
 from ckpt.format.manifest import FILE_NAME, encode, encode_meta
 from ckpt.saving import describing, writer
+from collectives.arrays.buffer import as_numpy
 from collectives.arrays.dtypes import DTYPES
 
 
@@ -244,6 +245,28 @@ def test_read_only_arrays_cannot_be_loaded_into(tmp_path):
         ckpt.load(path, {"x": array})
 
 
+FLOATS = [name for name in TORCH if "float" in name]
+
+
+@pytest.mark.parametrize("asked", [name for name in FLOATS if "float8" in name])
+def test_float8_as_torch_converts_it(tmp_path, asked):
+    """Numbers of all sizes: all of float8, some in the middle between two of them, and others. 1000 is 448, infinity or NaN."""
+    bits = np.arange(1 << 16, dtype=np.uint32) << 16
+    numbers = (bits | np.random.default_rng(0).integers(0, 1 << 16, 1 << 16, np.uint32))[::3].view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        some = [1.0, 300.0, 450.0, 464.0, 464.1, 500.0, 1000.0, -1000.0, 6e4, 1e9, -1e-9]
+        values = np.concatenate((numbers, bits[::8].view(np.float32), some))
+        stored = {name: as_torch(values.astype(DTYPES[name].numpy)) for name in FLOATS}
+    path = ckpt.save(tmp_path / "a", stored, comm=None)
+    found = {name: torch.zeros(len(values), dtype=getattr(torch, asked)) for name in FLOATS}
+    ckpt.load(path, found, cast=True)
+    for name, tensor in stored.items():
+        right, got = tensor.to(getattr(torch, asked)), found[name]
+        is_nan = right.float().isnan()
+        assert torch.equal(got.float().isnan(), is_nan), name
+        assert torch.equal(got.view(torch.uint8)[~is_nan], right.view(torch.uint8)[~is_nan]), name
+
+
 @pytest.mark.parametrize(
     ("stored", "asked"),
     [
@@ -265,7 +288,10 @@ def test_dtypes_are_converted_when_asked_to(tmp_path, monkeypatch, stored, asked
         ckpt.load(path, wanted)
     ckpt.load(path, wanted, cast=True)
     values = array[2:6] if array.itemsize > 1 else array[2:6].astype(np.float32)
-    assert equal(out, values.astype(out.dtype))
+    if asked == "float8_e8m0fnu":
+        assert equal(out, as_numpy(torch.from_numpy(values).to(torch.float8_e8m0fnu)))
+    else:
+        assert equal(out, values.astype(out.dtype))
     other = np.zeros(array.shape, "f4" if array.dtype.kind == "c" else "c8")
     with pytest.raises(ckpt.CheckpointError, match=rf"expected {other.dtype} \(7, 3, 5\)$"):
         ckpt.load(path, {"x": other}, only="x", cast=True)  # what a real number lacks nobody makes up, nor drops
