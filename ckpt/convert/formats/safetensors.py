@@ -18,6 +18,9 @@ from ckpt.convert.sources import Source, write_all
 from ckpt.storage.local import pwrite_all
 from collectives.arrays.dtypes import dtype_of
 
+METADATA = "__metadata__"
+"""In a header, this name is not that of a tensor."""
+
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -77,7 +80,7 @@ def places(file: str) -> dict[str, StoredTensor]:
             fields = _parsed(content.read(length))
         except ValueError as error:
             raise ValueError(f"{file} is damaged: {error}") from None
-    fields.pop("__metadata__", None)
+    fields.pop(METADATA, None)
     return {
         name: StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in fields.items()
@@ -173,10 +176,14 @@ def _aligned(tensors: Sequence[T]) -> list[T]:
 
 
 def header(tensors: Sequence[FileTensor | Source]) -> bytes:
-    """The bytes of a file before its tensors. ValueError for a dtype that the format does not have."""
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    """The bytes of a file before its tensors. ValueError for a dtype or a name that the format does not have."""
+    fields: dict[str, object] = {METADATA: {"format": "pt"}}
     at = 0
     for tensor in tensors:
+        if tensor.name == METADATA:
+            raise ValueError(
+                f"a tensor is called {METADATA}, which is no tensor's name in safetensors; rename it, or leave it out"
+            )
         if tensor.dtype not in _NAMES:
             raise ValueError(f"{tensor.name} has dtype {tensor.dtype}, which safetensors does not know")
         place = [at, at + tensor.nbytes]

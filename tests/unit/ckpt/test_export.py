@@ -193,6 +193,18 @@ def test_names_are_chosen_and_cut(tmp_path):
         ("c", {}, "c is a checkpoint, in which nothing is ever changed"),
         ("a.safetensors", {"only": "z"}, "z has dtype complex128, which safetensors does not know"),
         ("a.pt", {"only": "y"}, "y has dtype float8_e3m4, which torch does not know"),
+        (
+            "a.safetensors",
+            {"only": "__metadata__"},
+            "a tensor is called __metadata__, which is no tensor's name in safetensors",
+        ),
+        ("a.safetensors", {"only": "b/*", "strip": "b/"}, "a tensor is called __metadata__"),
+        (
+            "a.npz",
+            {"only": ["a", "a.npy"]},
+            "two tensors are called a and a.npy, and NumPy finds the first one under both names",
+        ),
+        ("a.npz", {"only": ["a.npy", "a.npy.npy"]}, "two tensors are called a.npy and a.npy.npy"),
     ],
 )
 def test_what_cannot_be(tmp_path, out, options, message):
@@ -201,12 +213,26 @@ def test_what_cannot_be(tmp_path, out, options, message):
         "model/a": np.zeros(2),
         "z": np.zeros(2, "c16"),
         "y": np.zeros(2, ml_dtypes.float8_e3m4),
+        **dict.fromkeys(("__metadata__", "b/__metadata__", "a.npy", "a.npy.npy"), np.zeros(1)),
     }
     path = ckpt.save(tmp_path / "c", tensors, comm=None)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(ValueError, match=message):
         ckpt.export(path, tmp_path / out, **options)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_odd_names_that_are_names(tmp_path, name):
+    names = ("x.npy", "y.npy.npy", "z", "a.__metadata__", "a/__metadata__", "meta", "file", "weight.h5", "ü")
+    tensors = {each: np.full(3, number) for number, each in enumerate(names)}
+    if name != "a.safetensors":
+        tensors["__metadata__"] = np.full(3, 9)
+    ckpt.export(ckpt.save(tmp_path / "c", tensors, comm=None), tmp_path / name)
+    assert_holds(tmp_path / name, tensors)
+    if name == "a.npz":
+        with np.load(tmp_path / name) as file:
+            assert all(np.array_equal(file[each], tensors[each]) for each in tensors)
 
 
 class Interrupted(BaseException):
