@@ -57,6 +57,9 @@ class DataConfig:
     """Documents for evaluation: tables [[data.heldout_sources]]. Default: a share of the documents (data.heldout)."""
     suffixes: tuple[str, ...] = ()
     """The endings of the files that are read in a folder, such as .py .md; default: every file that looks like text."""
+    follow_links: bool = False
+    """Of text in folders: files may be links that lead out of the folder of data.path. Else such a link is an error, unless it leads to
+    the blobs of the snapshot of a Hugging Face repository."""
     heldout: float = 0.05
     """Share of the data kept for evaluation. Of documents: those with keys of which a hash is below this share."""
     field: str | None = None

@@ -212,7 +212,7 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 def _unpacked(shard: str, packed: Path) -> Iterator[bytes]:
     """The contents of a compressed file, piece by piece. DamagedShardError if it is damaged or cut off."""
     try:
-        yield from _of_zst(shard, packed) if shard.endswith(".zst") else _of_gz(packed)
+        yield from _of_zst(shard, packed) if shard.lower().endswith(".zst") else _of_gz(packed)
     except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
         raise DamagedShardError(f"{shard}: it cannot be unpacked: {error}") from None
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from mpitrain.data.folders import TextFile, files_of, json_remark
 
 SEPARATOR = 0
 """The token after each file."""
@@ -26,7 +28,6 @@ SEPARATOR = 0
 MIN_FILES_TO_HASH = 20
 """With fewer files, the split cuts off the last part of all bytes: a split by whole files would be far from the wanted share."""
 
-_SNIFFED_BYTES = 4096
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
@@ -66,10 +67,14 @@ class Listing:
     heldout: Part
     fingerprint: str
     """Hash of the files' names and sizes and of the split. A checkpoint stores it, so a change of the data is noticed."""
+    remarks: tuple[str, ...] = ()
+    """Lines for users about files that are left out, or read as text although they may be something else."""
 
 
-def scan(paths: Sequence[str], suffixes: Sequence[str] = (), heldout: float = 0.05) -> Listing:
-    """List a corpus and split it. The function reads names and sizes; without suffixes also the first 4 KiB of files in folders.
+def scan(
+    paths: Sequence[str], suffixes: Sequence[str] = (), heldout: float = 0.05, *, follow_links: bool = False
+) -> Listing:
+    """List a corpus and split it. The function reads names and sizes, and the first 4 KiB of files.
 
     The hash of a file's name decides its side of the split, so other files that are added or removed do not move it.
     With fewer than `MIN_FILES_TO_HASH` files, the held-out side is the last part of all the bytes laid end to end.
@@ -80,13 +85,16 @@ def scan(paths: Sequence[str], suffixes: Sequence[str] = (), heldout: float = 0.
         suffixes: the endings of the files that are taken from folders, such as (".py", ".md"). Empty: all files that look
             like text (no zero byte in the first 4 KiB); of the standard library `.py`.
         heldout: the held-out share of the data, 0 up to, but not including, 1.
+        follow_links: whether files in folders may be links that lead out of the folder (see folders.py).
 
     Raises:
-        ValueError: a path that is missing or not readable, nothing found, or a share out of range.
+        ValueError: a path that is missing or not readable, nothing found, a share out of range, links that lead out of a folder, a file
+            of another format, or a folder of shards of documents.
     """
     if not 0 <= heldout < 1:
         raise ValueError(f"data.heldout: expected at least 0 and less than 1, got {heldout}")
-    files = _list_files(paths, suffixes)
+    remarks: list[str] = []
+    files = _list_files(paths, suffixes, follow_links, remarks)
     if not files:
         where = ", ".join(paths) or _STDLIB
         wanted = f"files ending in {', '.join(suffixes)}" if suffixes else "text files"
@@ -99,7 +107,7 @@ def scan(paths: Sequence[str], suffixes: Sequence[str] = (), heldout: float = 0.
     else:
         held = [file for file in files if _share(file.name) < heldout]
         train = [file for file in files if _share(file.name) >= heldout]
-    return Listing(Part(tuple(train)), Part(tuple(held)), digest.hexdigest())
+    return Listing(Part(tuple(train)), Part(tuple(held)), digest.hexdigest(), tuple(remarks))
 
 
 def read_into(part: Part, buffer: np.ndarray) -> None:
@@ -132,25 +140,29 @@ def read_into(part: Part, buffer: np.ndarray) -> None:
         at += count + 1
 
 
-def _list_files(paths: Sequence[str], suffixes: Sequence[str]) -> list[Piece]:
+def _list_files(paths: Sequence[str], suffixes: Sequence[str], follow_links: bool, remarks: list[str]) -> list[Piece]:
     """The files of the corpus, whole, in the order of `paths`, within a folder by name. Empty files are dropped."""
     default = not paths
-    files: dict[Path, Piece] = {}
+    files: dict[str, Piece] = {}
+    of_json: dict[str, Path] = {}
     for given in paths or (_STDLIB,):
         root = Path(given).expanduser()
         _check_there(root)
         if root.is_dir():
             wanted = tuple(suffixes) or ((".py",) if default else ())
-            found = sorted((str(path.relative_to(root)), path) for path in _walk(root, default))
-            found = [(name, path) for name, path in found if (name.endswith(wanted) if wanted else _is_text(path))]
+            skipped = _STDLIB_SKIPPED if default else frozenset()
+            found = files_of(root, wanted, skipped=skipped, follow_links=follow_links or default, say=remarks.append)
         else:
-            found = [(root.name, root)]
-        for name, path in found:
+            found = [TextFile(root.name, root, root.stat().st_size).looked_into()]
+        for name, path, size, is_json in found:
             if not os.access(path, os.R_OK):
                 raise ValueError(f"data.path: {path} cannot be read: permission denied")
-            size = path.stat().st_size
             if size:  # a file that two paths reach counts once
-                files.setdefault(path.resolve(), Piece(name, path, size, 0, size))
+                real = os.path.realpath(path)
+                files.setdefault(real, Piece(name, path, size, 0, size))
+                of_json |= {real: path} if is_json else {}
+    if of_json:
+        remarks.append(json_remark(list(of_json.values())))
     return list(files.values())
 
 
@@ -162,24 +174,6 @@ def _check_there(path: Path) -> None:
         raise ValueError(f"data.path: {path} cannot be read: {error.strerror or error}") from error
     if not (path.is_file() or path.is_dir()):
         raise ValueError(f"data.path: {path} is neither a file nor a folder")
-
-
-def _walk(root: Path, stdlib: bool) -> Iterator[Path]:
-    def fail(error: OSError) -> None:
-        raise ValueError(f"data.path: {error.filename} cannot be read: {error.strerror or error}") from error
-
-    for folder, below, names in os.walk(root, onerror=fail):
-        skipped = _STDLIB_SKIPPED if stdlib else frozenset()
-        below[:] = [b for b in below if not b.startswith(".") and b != "__pycache__" and b not in skipped]
-        yield from (Path(folder, n) for n in names if not n.startswith(".") and Path(folder, n).is_file())
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return b"\0" not in file.read(_SNIFFED_BYTES)
-    except OSError as error:
-        raise ValueError(f"data.path: {path} cannot be read: {error.strerror or error}") from error
 
 
 def _share(name: str) -> float:

@@ -3,6 +3,7 @@
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from mpitrain.data.cache import ShardCache
 from mpitrain.data.checksums import is_checksum_list
 from mpitrain.data.corpus import Listing, Part, read_into, scan
 from mpitrain.data.documents import is_compressed, kind_of
-from mpitrain.data.open_shards import OpenShards, first_texts
+from mpitrain.data.open_shards import OpenShards, first_texts, say_remark
 from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.sources import Source
 from mpitrain.data.tokenizers import JsonTokenizer, Tokenizer
@@ -101,8 +102,11 @@ def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Cor
     """List the files on rank 0, read them on one rank of each node. Collective; ValueError on all ranks if that fails."""
 
     def listed() -> Listing:
-        listing = scan(config.path, config.suffixes, config.heldout)
-        return listing if listing.train.num_tokens > context else scan(config.path, config.suffixes, heldout=0.0)
+        scanned = partial(scan, config.path, config.suffixes, follow_links=config.follow_links)
+        listing = scanned(heldout=config.heldout)
+        for remark in listing.remarks:
+            say_remark(remark)
+        return listing if listing.train.num_tokens > context else scanned(heldout=0.0)
 
     listing = on_rank0(comm, listed)
 

@@ -1,5 +1,6 @@
 """The shards of a source that a process has open."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,6 +31,7 @@ class OpenShards:
         local: a block in which a shard, a path or URL of so many bytes, is an uncompressed file of this machine: see ShardCache.
         field: see `open_shard`.
         kind: of all shards; None: the names tell it.
+        say: gets a line about the first shard of which users should know something: see Reader.remark.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class OpenShards:
         *,
         field: str | None = None,
         kind: Kind | None = None,
+        say: Callable[[str], object] | None = None,
     ) -> None:
-        self._shards, self._local, self._field, self._kind = shards, local, field, kind
+        self._shards, self._local, self._field, self._kind, self._say = shards, local, field, kind, say
         self._open: OrderedDict[int, Reader] = OrderedDict()
 
     def cut(self, shard: int, begin: int, end: int) -> Cut:
@@ -50,7 +53,15 @@ class OpenShards:
         """
         if self._kind is None and is_compressed(self._shards.names[shard]):
             begin, end = 0, _NO_END
-        return self._reader(shard).cut(begin, end)
+        reader = self._reader(shard)
+        if (
+            reader.remark and begin == 0 and self._say is not None
+        ):  # one process reads the begin, not all that share a shard
+            self._say(
+                f"{reader.remark} (further shards are not named)" if len(self._shards.names) > 1 else reader.remark
+            )
+            self._say = None
+        return reader.cut(begin, end)
 
     def _reader(self, shard: int) -> Reader:
         if shard not in self._open:
@@ -61,6 +72,11 @@ class OpenShards:
                 self._open.popitem(last=False)  # its map stays while somebody reads it
         self._open.move_to_end(shard)
         return self._open[shard]
+
+
+def say_remark(remark: str) -> None:
+    """Print what users should know of a shard."""
+    print(f"data: {remark}", file=sys.stderr, flush=True)
 
 
 def first_texts(cut: Cut) -> list[bytes]:

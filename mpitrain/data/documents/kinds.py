@@ -11,13 +11,15 @@ from mpitrain.data.documents.text import TextReader
 
 Kind = Literal["tar", "lines", "parquet", "text"]
 
-_SUFFIXES: dict[str, Kind] = {".tar": "tar", ".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
+_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines", ".ldjson", ".jl")
+_SUFFIXES: dict[str, Kind] = {".tar": "tar", ".parquet": "parquet"} | dict.fromkeys(_LINES, "lines")
 COMPRESSED = (".gz", ".zst")
 """Endings after that of the kind: such a shard is unpacked before it is read."""
 
 
 def kind_of(name: str) -> Kind:
-    """The kind of a shard with this name. Files with other endings are texts."""
+    """The kind of a shard with this name, in small or capital letters. Files with other endings are texts."""
+    name = name.lower()
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
     if name.endswith(".tgz"):
@@ -27,7 +29,7 @@ def kind_of(name: str) -> Kind:
 
 def is_compressed(name: str) -> bool:
     """Whether a shard must be unpacked as a whole before any part of it can be read."""
-    return name.endswith((*COMPRESSED, ".tgz"))
+    return name.lower().endswith((*COMPRESSED, ".tgz"))
 
 
 def open_shard(path: Path, name: str, kind: Kind, field: str | None = None) -> Reader:

@@ -31,6 +31,9 @@ class ParquetReader:
     ImportError without pyarrow. DamagedShardError if the file is no Parquet file, or has no such column, or has two.
     """
 
+    remark = ""
+    """See Reader."""
+
     def __init__(self, path: Path, name: str, field: str = "text", limits: Limits = Limits()) -> None:  # noqa: B008
         try:
             import pyarrow as arrow

@@ -11,6 +11,9 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
+MOST_DOCUMENT_BYTES = 256 << 20
+"""A longer document is damaged: a file with holes can have one that no memory holds."""
+
 
 class DamagedSampleError(ValueError):
     """One document cannot be read. A run may leave out a number of them (`data.max_bad_samples`). The text says where it is."""
@@ -43,6 +46,12 @@ class Cut(Protocol):
         """A document in UTF-8. DamagedSampleError if it cannot be read."""
 
 
+def check_length(num_bytes: int, where: str) -> None:
+    """DamagedSampleError if a document of so many bytes is too long. `where`: see Cut."""
+    if num_bytes > MOST_DOCUMENT_BYTES:
+        raise DamagedSampleError(f"{where}: a document with {num_bytes} bytes; expected {MOST_DOCUMENT_BYTES} at most")
+
+
 def checked_text(cut: Cut, index: int) -> bytes:
     """A document that is UTF-8. DamagedSampleError if it cannot be read, or is something else."""
     text = cut.text(index)
@@ -56,6 +65,9 @@ def checked_text(cut: Cut, index: int) -> bytes:
 
 class Reader(Protocol):
     """An open shard."""
+
+    remark: str
+    """What users should know of the shard, in one line: it is taken for something that it may not be, or parts are left out. Or ""."""
 
     def cut(self, begin: int, end: int) -> Cut:
         """The documents whose first byte is one of `begin` to `end - 1`. DamagedShardError if they cannot be found."""

@@ -3,17 +3,27 @@
 from bisect import bisect_left
 from pathlib import Path
 
-from mpitrain.data.documents.reading import MappedFile
+from mpitrain.data.documents.heads import HEAD_BYTES, begins_with_json, other_format
+from mpitrain.data.documents.reading import DamagedShardError, MappedFile, check_length
 
 MOST_BYTES = 1 << 20
 """A longer file is cut at the first end of a line after each multiple of this number of bytes."""
 
 
 class TextReader:
-    """An open text file. `name`: see MappedFile."""
+    """An open text file. `name`: see MappedFile. DamagedShardError if it is a file of another format that another name would tell."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._file = MappedFile(path, name)
+        head = self._file.bytes[:HEAD_BYTES]
+        if other := other_format(head):
+            self.close()
+            raise DamagedShardError(f"{name}: expected text, got a file that is {other}")
+        self.remark = (
+            f"{name} is taken as text, and begins with JSON; files of JSON Lines have the ending .jsonl, .ndjson or .json, also before "
+            ".gz and .zst"
+        ) * begins_with_json(head)
+        """See Reader."""
         self._begins = [0]  # of the documents
         for at in range(MOST_BYTES, self._file.size, MOST_BYTES):
             if at > self._begins[-1]:
@@ -51,4 +61,5 @@ class TextCut:
 
     def text(self, index: int) -> bytes:
         begin, end = self._pairs[index]
+        check_length(end - begin, self.where(index))
         return self._file.bytes[begin:end]

@@ -1,6 +1,7 @@
 """Samples in tar files, such as images and pairs, as a map-style dataset."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -8,17 +9,21 @@ import numpy as np
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedSampleError, kind_of
 from mpitrain.data.documents.reading import MappedFile
-from mpitrain.data.documents.tar import TarReader
+from mpitrain.data.documents.tar import Place, TarReader
 from mpitrain.data.shards import list_shards
 
 T = TypeVar("T")
 
 
 class _Index(NamedTuple):
-    """Where all samples are. `ends`: of each shard, among all samples. `begins`: the first byte of each sample in its shard."""
+    """Where all samples are. `ends`: of each shard, among all samples. `begins`: the first byte of each sample in its shard.
+
+    `links`: of each shard, see TarReader.
+    """
 
     ends: np.ndarray
     begins: np.ndarray
+    links: Sequence[Mapping[int, Place]]
 
 
 class TarSamples(Generic[T]):
@@ -38,8 +43,8 @@ class TarSamples(Generic[T]):
             shards should fit.
 
     Raises:
-        ValueError: no shard, or one that is no tar file.
-        DamagedSampleError: of one sample, `decode` has failed. The text names the sample.
+        ValueError: no shard, or one that is no tar file, is damaged, or has files of a sample that stand apart, or two with one name.
+        DamagedSampleError: of one sample, `decode` has failed, or a part cannot be read. The text names the sample.
         OSError: a shard cannot be read.
     """
 
@@ -63,14 +68,17 @@ class TarSamples(Generic[T]):
         return int(self._index().ends[-1])
 
     def __getitem__(self, number: int) -> T:
-        ends, begins = self._index()
+        ends, begins, links = self._index()
         if not 0 <= number < len(begins):
             raise IndexError(f"TarSamples: expected a sample from 0 to {len(begins) - 1}, got {number}")
         shard = int(np.searchsorted(ends, number, side="right"))
         end = int(begins[number + 1]) if number + 1 < ends[shard] else None
         file, begin = self._file(shard), int(begins[number])
-        cut = TarReader(file, begin=begin, end=end).cut(begin, file.size)
-        parts: dict[str, Any] = {**cut.parts(0), "__key__": cut.key(0).decode(errors="replace")}
+        cut = TarReader(file, begin=begin, end=end, links=links[shard]).cut(begin, file.size)
+        parts: dict[str, Any] = {**cut.parts(0)}
+        if "__key__" in parts:
+            raise DamagedSampleError(f"{cut.where(0)}: a part has the name __key__, which is that of the sample's name")
+        parts["__key__"] = cut.key(0).decode(errors="replace")
         try:
             return self._decode(parts)
         except Exception as error:
@@ -82,8 +90,14 @@ class TarSamples(Generic[T]):
 
     def _index(self) -> _Index:
         if self._found is None:
-            begins = [TarReader(self._file(shard)).begins for shard in range(len(self._shards.paths))]
-            self._found = _Index(np.cumsum([len(each) for each in begins]), np.concatenate(begins))
+            begins, links = [], []
+            for shard in range(len(self._shards.paths)):
+                reader = TarReader(self._file(shard))
+                begins.append(reader.begins)
+                links.append(reader.entries.links)
+                if reader.remark:
+                    warnings.warn(reader.remark, stacklevel=3)
+            self._found = _Index(np.cumsum([len(each) for each in begins]), np.concatenate(begins), links)
         return self._found
 
     def _file(self, shard: int) -> MappedFile:

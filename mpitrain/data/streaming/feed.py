@@ -35,6 +35,7 @@ class Feed:
         field: see `open_shard`.
         keeps: whether the document with this key is one of the source; None: all are.
         local: a block in which a shard, a path or URL of so many bytes, is an uncompressed file of this machine: see ShardCache.
+        say: see OpenShards.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Feed:
         field: str | None = None,
         keeps: Callable[[bytes], bool] | None = None,
         local: Callable[[str, int], AbstractContextManager[Path]],
+        say: Callable[[str], object] | None = None,
     ) -> None:
         self.name, self.shards, self.sequence, self.encode = name, shards, sequence, encode
-        self._keeps, self._open = keeps, OpenShards(shards, local, field=field)
+        self._keeps, self._open = keeps, OpenShards(shards, local, field=field, say=say)
 
     def documents(self, chunk: int) -> "Documents":
         """The documents of a chunk, permuted. DamagedShardError or OSError if the shard cannot be read."""

@@ -16,7 +16,7 @@ from mpitrain.data.cache import ShardCache
 from mpitrain.data.corpus import scan
 from mpitrain.data.documents import Cut, Kind, is_compressed
 from mpitrain.data.loading import has_documents
-from mpitrain.data.open_shards import OpenShards
+from mpitrain.data.open_shards import OpenShards, say_remark
 from mpitrain.data.shards import ShardList, list_shards
 
 _NUM_PIECES, _MOST_PIECES = 1024, 16384  # each file of tokens takes a descriptor of each rank of a run
@@ -33,8 +33,9 @@ class Origin(NamedTuple):
 
     def opened(self, cache: ShardCache) -> OpenShards:
         """The shards on this process."""
-        local = cache.local if self.kind is None else _as_it_is
-        return OpenShards(self.shards, local, field=self.field, kind=self.kind)
+        if self.kind is not None:
+            return OpenShards(self.shards, _as_it_is, field=self.field, kind=self.kind)
+        return OpenShards(self.shards, cache.local, field=self.field, say=say_remark)
 
     def fingerprint(self) -> str:
         """A hash of the names and sizes of the shards."""
@@ -66,7 +67,10 @@ def find(config: DataConfig) -> list[Origin]:
         raise ConfigError(f"data.path: expected text or shards of documents, got files of tokens: {config.path[0]}")
     if has_documents(config):
         return [Origin(each.name, list_shards(each.path), each.field) for each in config.document_sources]
-    files = scan(config.path, config.suffixes, heldout=0.0).train.pieces
+    listing = scan(config.path, config.suffixes, heldout=0.0, follow_links=config.follow_links)
+    for remark in listing.remarks:
+        say_remark(remark)
+    files = listing.train.pieces
     sizes = np.array([file.file_bytes for file in files], np.int64)
     shards = ShardList("", tuple(file.name for file in files), tuple(str(file.path) for file in files), sizes)
     return [Origin("text", shards, kind="text")]

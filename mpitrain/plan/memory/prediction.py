@@ -111,7 +111,9 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     on_node = num_ranks // num_nodes
     data_bytes = 0  # of documents and tokens, whose files are mapped
     if not (has_documents(config.data) or config.data.has_tokens):
-        corpus = scan(config.data.path, config.data.suffixes, config.data.heldout)
+        corpus = scan(
+            config.data.path, config.data.suffixes, config.data.heldout, follow_links=config.data.follow_links
+        )
         data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
     ring_bytes = RING_BYTES if on_node > 1 else 0
     # Two generations; on several nodes each also for a rank of another node, and after a loss the one before them.

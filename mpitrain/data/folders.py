@@ -1,0 +1,191 @@
+"""The files of a folder of text: which of them are taken, and which links are followed.
+
+Hidden files and folders and `__pycache__` are left out, and links to folders are not followed. A link to a file that is not in the
+folder is an error: a folder of a stranger could name any file of the machine. One layout of such links is known, the cache of the
+Hugging Face hub:
+
+    REPOSITORY/snapshots/REVISION/a.txt     a link to ../../blobs/HASH
+    REPOSITORY/blobs/HASH
+"""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mpitrain.data.documents.heads import HEAD_BYTES, begins_with_json, is_json_lines, other_format
+from mpitrain.data.documents.kinds import is_compressed, kind_of
+
+
+class TextFile(NamedTuple):
+    """A file. `name`: its path in the folder. `size`: bytes. `is_json`: whether it begins with JSON."""
+
+    name: str
+    path: Path
+    size: int
+    is_json: bool = False
+
+    def looked_into(self) -> "TextFile":
+        """The file with what its first bytes say. ValueError if it is of another format, or cannot be read."""
+        head = _head_of(self.path)
+        if other := other_format(head):
+            raise ValueError(f"data.path: expected text, got {self.path}, which is {other}")
+        return self._replace(is_json=begins_with_json(head))
+
+
+def files_of(
+    root: Path,
+    suffixes: tuple[str, ...],
+    *,
+    skipped: frozenset[str],
+    follow_links: bool,
+    say: Callable[[str], object],
+) -> list[TextFile]:
+    """The files of a folder that are not empty, by name.
+
+    Args:
+        root: the folder.
+        suffixes: the endings of the files that are taken. Empty: those that look like text (no zero byte in the first 4 KiB).
+        skipped: names of folders that are left out.
+        follow_links: whether links may lead out of the folder.
+        say: gets lines about what is left out.
+
+    Raises:
+        ValueError: links that lead out of the folder, a file that cannot be read, or more bytes in shards of documents than in texts.
+    """
+    links = _Links(root)
+    found = [file for file in _walk(root, skipped, links, suffixes) if file.size]
+    links.check(say, follow_links)
+    return [file.looked_into() for file in sorted(found)] if suffixes else _texts(root, sorted(found), say)
+
+
+def _head_of(path: Path) -> bytes:
+    """The first bytes of a file of text. ValueError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError as error:
+        raise ValueError(f"data.path: {path} cannot be read: {error.strerror or error}") from error
+
+
+class _Links:
+    """The links of a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._real = root, Path(os.path.realpath(root))
+        self._leaving: list[str] = []
+        self._dead: list[str] = []
+        self._folders: list[str] = []
+
+    def size_of(self, path: str) -> int | None:
+        """The bytes of the file that a link leads to; None if it is none."""
+        real = Path(os.path.realpath(path))
+        try:
+            its = os.stat(real, follow_symlinks=False)
+        except OSError:
+            self._dead.append(path)
+            return None
+        if not stat.S_ISREG(its.st_mode):
+            self._dead.append(path)
+            return None
+        if not real.is_relative_to(self._real) and not self._is_blob(real):
+            self._leaving.append(path)
+        return its.st_size
+
+    def add_folder(self, path: str) -> None:
+        """Add a link to a folder, which is not followed."""
+        self._folders.append(path)
+
+    def check(self, say: Callable[[str], object], follow_links: bool) -> None:
+        """ValueError for links that lead out of the folder, if they may not. Others that are not followed are named."""
+        if self._leaving and not follow_links:
+            first = min(self._leaving)
+            raise ValueError(
+                f"data.path: {self._root} has {_number(self._leaving, 'link')} out of the folder, the first one {first}, which leads "
+                f"to {os.path.realpath(first)}; remove them, or allow such links with --data.follow-links true"
+            )
+        if self._dead:
+            say(f"{self._root} has {_number(self._dead, 'link')} to no file, the first one {min(self._dead)}")
+        if self._folders:
+            say(
+                f"{self._root} has {_number(self._folders, 'link')} to a folder, not followed, the first one {min(self._folders)}; "
+                "name the folder in data.path, too"
+            )
+
+    def _is_blob(self, real: Path) -> bool:
+        """Whether a file is a blob of the repository of the Hugging Face hub of which the folder is a snapshot."""
+        return real.parent.name == "blobs" and self._real.is_relative_to(real.parent.parent / "snapshots")
+
+
+def _walk(root: Path, skipped: frozenset[str], links: _Links, suffixes: tuple[str, ...]) -> Iterator[TextFile]:
+    def fail(error: OSError) -> None:
+        raise ValueError(f"data.path: {error.filename} cannot be read: {error.strerror or error}") from error
+
+    for folder, below, names in os.walk(root, onerror=fail):
+        below[:] = [b for b in below if not b.startswith(".") and b != "__pycache__" and b not in skipped]
+        for name in below:
+            if os.path.islink(path := os.path.join(folder, name)):
+                links.add_folder(path)
+        for name in names:
+            path = os.path.join(folder, name)
+            inside = os.path.relpath(path, root)
+            if name.startswith(".") or not inside.endswith(suffixes or ""):
+                continue
+            its = os.lstat(path)
+            is_link = stat.S_ISLNK(its.st_mode)
+            size = links.size_of(path) if is_link else its.st_size
+            if size is not None and (is_link or stat.S_ISREG(its.st_mode)):
+                yield TextFile(inside, Path(path), size)
+
+
+def _texts(root: Path, files: list[TextFile], say: Callable[[str], object]) -> list[TextFile]:
+    """The files that look like text. ValueError if shards of documents have more bytes than they."""
+    texts, shards, left_out, text_bytes = list[TextFile](), list[TextFile](), list[TextFile](), 0
+    for file in files:
+        head, kind = _head_of(file.path), kind_of(file.name)
+        is_text = b"\0" not in head and not other_format(head)
+        if is_text:
+            texts.append(file._replace(is_json=begins_with_json(head)))
+        if (
+            (is_json_lines(head) and kind == "lines")
+            if is_text
+            else (is_compressed(file.name) or kind in ("tar", "parquet"))
+        ):
+            shards.append(file)
+            left_out += [file] * (not is_text)
+        else:
+            text_bytes += file.size * is_text
+    if not shards:
+        return texts
+    first = shards[0]
+    pattern = f"{root}/{'**/' * ('/' in first.name)}*{_ending(first.name)}"
+    if sum(shard.size for shard in shards) > text_bytes:
+        raise ValueError(
+            f"data.path: {root} is a folder of documents in shards, {len(shards)} of {len(files)} files, the first one {first.name}; "
+            f"name the shards by a pattern in quotes, such as '{pattern}', or the endings of texts by --data.suffixes"
+        )
+    if left_out:
+        say(
+            f"{root} has {_number(left_out, 'shard')} of documents, left out, the first one {left_out[0].name}; a pattern in quotes, "
+            f"such as '{pattern}', reads shards"
+        )
+    return texts
+
+
+def json_remark(files: list[Path]) -> str:
+    """A line about files of text that begin with JSON."""
+    return (
+        f"{_number(files, 'file')} of text begin{'s' * (len(files) == 1)} with JSON, the first one {files[0]}; a pattern in quotes "
+        "that ends in .jsonl or .json reads JSON Lines as documents"
+    )
+
+
+def _ending(name: str) -> str:
+    """The ending of a shard's name, such as .json.gz."""
+    parts = name.rpartition("/")[2].split(".")
+    return "".join(f".{part}" for part in parts[1:][-2 if is_compressed(name) else -1 :])
+
+
+def _number(some: list[str] | list[Path] | list[TextFile], what: str) -> str:
+    return f"{len(some)} {what}{'s' * (len(some) > 1)}"

@@ -1,0 +1,120 @@
+"""Folders of text: links that lead out of them, shards of documents in them, and what is told of both."""
+
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpitrain.data import read_into, scan
+from mpitrain.data.corpus import Listing
+
+
+def text_of(listing: Listing) -> bytes:
+    buffer = np.empty(listing.train.num_tokens, np.uint8)
+    read_into(listing.train, buffer)
+    return buffer.tobytes()
+
+
+def scanned(folder: Path, *suffixes: str, follow_links: bool = False) -> Listing:
+    return scan([str(folder)], suffixes, heldout=0, follow_links=follow_links)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with two files, beside a secret."""
+    (tmp_path / "secret").write_text("root:$6$")
+    (tmp_path / "data/inner").mkdir(parents=True)
+    (tmp_path / "data/a.txt").write_text("aaa")
+    (tmp_path / "data/inner/b.txt").write_text("bb")
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("target", ["../secret", "/etc/passwd", "inner/../../secret", "x.txt"])
+def test_links_out_of_the_folder(folder: Path, target: str) -> None:
+    """Also absolute ones, through a folder of it, and through another link."""
+    os.symlink("../secret", folder / "x.txt")
+    os.symlink(target, folder / "c.txt")
+    os.symlink("../../secret", folder / "inner/.hidden")
+    for suffixes in ((), (".txt",)):
+        with pytest.raises(ValueError) as caught:
+            scanned(folder, *suffixes)
+        real = os.path.realpath(folder / "c.txt")
+        assert f"{folder} has 2 links out of the folder, the first one {folder}/c.txt, which leads to {real}" in str(
+            caught.value
+        )
+        assert "--data.follow-links true" in str(caught.value) and "\n" not in str(caught.value)
+    assert text_of(scanned(folder, ".md", ".txt", follow_links=True)).startswith(b"aaa\0")
+    with pytest.raises(ValueError, match="found none"):
+        scanned(folder, ".md")
+    assert b"root" in text_of(scanned(folder, follow_links=True))
+
+
+def test_links_that_stay_in_the_folder(folder: Path, tmp_path: Path) -> None:
+    os.symlink("inner/b.txt", folder / "c.txt")
+    os.symlink(folder / "a.txt", folder / "inner/d.txt")
+    os.symlink("data", tmp_path / "other")  # the folder may be a link itself
+    for root in (folder, tmp_path / "other", tmp_path / "data/inner/.."):
+        listing = scanned(root)
+        assert text_of(listing) == b"aaa\0bb\0" and listing.remarks == ()
+
+
+def test_the_cache_of_the_hugging_face_hub(tmp_path: Path) -> None:
+    repository = tmp_path / "hub/datasets--stranger--texts"
+    for name in ("blobs", "snapshots/0123/en"):
+        (repository / name).mkdir(parents=True)
+    (repository / "blobs/aa").write_text("of the hub")
+    (repository / "blobs/bb").write_text("in a folder")
+    os.symlink("../../blobs/aa", repository / "snapshots/0123/a.txt")
+    os.symlink("../../../blobs/bb", repository / "snapshots/0123/en/b.txt")
+    assert text_of(scanned(repository / "snapshots/0123")) == b"of the hub\0in a folder\0"
+    assert text_of(scanned(repository / "snapshots/0123/en")) == b"in a folder\0"
+    (tmp_path / "secret").write_text("root")
+    os.symlink(tmp_path / "secret", repository / "blobs/cc")
+    os.symlink("../../blobs/cc", repository / "snapshots/0123/c.txt")
+    with pytest.raises(
+        ValueError, match=r"1 link out of the folder, the first one .*/c.txt, which leads to .*/secret;"
+    ):
+        scanned(repository / "snapshots/0123")
+    (repository / "snapshots/0123/c.txt").unlink()
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/aa").write_text("of another folder")
+    os.symlink(tmp_path / "blobs/aa", repository / "snapshots/0123/d.txt")
+    with pytest.raises(ValueError, match=r"1 link out of the folder, the first one .*/d.txt"):
+        scanned(repository / "snapshots/0123")
+
+
+def test_links_that_are_not_followed_are_told(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/z.txt").write_text("z")
+    os.symlink("../more", folder / "more")
+    os.symlink("gone.txt", folder / "e.txt")
+    os.symlink("f.txt", folder / "f.txt")
+    os.symlink("/dev/zero", folder / "g.txt")
+    os.mkfifo(folder / "pipe.txt")
+    listing = scanned(folder)
+    assert text_of(listing) == b"aaa\0bb\0"
+    dead, folders = listing.remarks
+    assert f"{folder} has 3 links to no file, the first one {folder}/e.txt" in dead
+    assert f"{folder} has 1 link to a folder, not followed, the first one {folder}/more" in folders
+
+
+def test_shards_in_a_folder(folder: Path) -> None:
+    """Those beside more text are told; a folder of shards is an error that names them."""
+    (folder / "big.md").write_text("x" * 5000)
+    (folder / "inner/c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "c"}'))
+    (folder / "d.jsonl").write_text('{"text": "d"}\n' * 3)
+    (folder / "package.json").write_text('{\n  "name": "p"\n}\n')
+    listing = scanned(folder)
+    left_out, as_text = listing.remarks
+    assert f"{folder} has 1 shard of documents, left out, the first one inner/c.jsonl.gz" in left_out
+    assert f"2 files of text begin with JSON, the first one {folder}/d.jsonl" in as_text
+    assert text_of(listing).count(b"\0") == 5
+    (folder / "d.jsonl").write_text('{"text": "d"}\n' * 500)
+    with pytest.raises(
+        ValueError,
+        match=rf"is a folder of documents in shards, 2 of 6 files, the first one d.jsonl; .*'{folder}/\*\.jsonl'",
+    ):
+        scanned(folder)
+    assert text_of(scanned(folder, ".jsonl")) == b'{"text": "d"}\n' * 500 + b"\0"
