@@ -136,7 +136,7 @@ def _followed(found: Entries, indices: Sequence[int], left_out: list[bytes]) -> 
 
 def _without_hidden(file: MappedFile, found: Entries, left_out: list[bytes]) -> Entries:
     """The files that are not hidden. The others are added to `left_out`, except for those of macOS."""
-    all_names = b"\n".join([b"", *found.names, b""])
+    all_names = b"\n".join([b"", *found.names, b""]).replace(b"\n./", b"\n")  # as `tar -C folder .` writes all names
     if not (b"/." in all_names or b"\n." in all_names or b"/\n" in all_names) or not _UNUSUAL.search(all_names):
         return found
     is_kept = np.ones(len(found.names), np.bool_)

@@ -75,11 +75,12 @@ def walked(file: MappedFile, at: int, end: int) -> Members:
     DamagedShardError for a header without a size, for damaged names and maps, and for another archive behind the end of this one.
     """
     data, shard, fields_of = file.bytes, file.name, _SIZE_AND_KIND.unpack_from
+    nothing, plain, block = _NOTHING, _FILE, BLOCK  # names of this function are found faster
     headers: list[int] = []
     sizes: list[int] = []
     found = Members(np.empty(0), np.empty(0), {}, {}, {}, set(), "", False)
-    more, flaw, member_end = _NOTHING, "", at
-    while at + BLOCK <= end:
+    more, flaw, begin, num_bytes = nothing, "", at, 0
+    while at + block <= end:
         digits, stop, kind = fields_of(data, at)
         try:
             num_bytes = int(digits, 8)
@@ -94,25 +95,24 @@ def walked(file: MappedFile, at: int, end: int) -> Members:
             num_bytes = number(header[124:136])
             if num_bytes < 0:
                 raise DamagedShardError(f"{shard}: the tar header at byte {at} is damaged: it has no size")
-        begin = at + BLOCK
-        if kind != _FILE or more is not _NOTHING:
+        begin = at + block
+        if kind != plain or more is not nothing:
             if kind in BEFORE_ENTRIES:
                 more = _with(more, kind, file, at, num_bytes, end)
             else:
                 begin, num_bytes = _odd_member(found, more, kind, file, at, num_bytes, end)
-                more = _NOTHING
+                more = nothing
         headers.append(at)
         sizes.append(num_bytes)
-        member_end = begin + num_bytes
-        at = begin + (num_bytes + BLOCK - 1) // BLOCK * BLOCK
+        at = begin + (num_bytes + block - 1) // block * block
     else:
         if at < end:
             flaw = f"its header at byte {at} has {BLOCK}"
         elif at > end:
             sizes[-1] = 0  # it may be too large for int64
             flaw = (
-                f"its member at byte {headers[-1]} ends at byte {member_end}"
-                if member_end > end
+                f"its member at byte {headers[-1]} ends at byte {begin + num_bytes}"
+                if begin + num_bytes > end
                 else f"its last member ends at byte {at}"
             )
     return found._replace(headers=np.fromiter(headers, np.int64), sizes=np.fromiter(sizes, np.int64), flaw=flaw)
@@ -162,7 +162,7 @@ def _with(more: _More, kind: int, file: MappedFile, at: int, num_bytes: int, end
     where, said, sparse = f"{file.name}: the pax header at byte {at}", _NOTHING, []
     for key, value in _records(content, where):
         if key in (b"path", b"linkpath"):
-            said = said._replace(**{key.decode(): value.rstrip(b"\0")})
+            said = said._replace(**{key.decode(): value.partition(b"\0")[0]})
         elif key == b"size":
             if not value.isdigit() or len(value) > 19:
                 raise DamagedShardError(f"{where} is damaged: its size is {value[:20]!r}")

@@ -47,14 +47,15 @@ class TarReader:
         self.file, self.part = file, part
         entries = entries_of(file, begin, file.size if end is None else end, links)
         self._keys, firsts = _grouped(entries.names)
-        all_keys = b"/".join([b"", *self._keys])
-        self.are_safe = b".." not in all_keys and b"//" not in all_keys
-        """Whether no key has a `..` or begins with a slash."""
-        _check_names(file, entries, self._keys, firsts, are_plain=self.are_safe and b"./" not in all_keys)
+        all_keys = b"\0/".join([b"", *self._keys])
+        are_safe = b".." not in all_keys and b"//" not in all_keys  # no key leads out of a folder
+        _check_names(
+            file, entries, _plain(self._keys, all_keys) if b"./" in all_keys or not are_safe else self._keys, firsts
+        )
         self._firsts = np.array([*firsts, len(entries.names)], np.int64)
         self.begins, self.remark = entries.starts[self._firsts[:-1]], entries.remark
         longest = int(entries.sizes.max(initial=0))
-        self.is_plain = self.are_safe and not entries.odd and longest <= MOST_DOCUMENT_BYTES
+        self.is_plain = are_safe and not entries.odd and longest <= MOST_DOCUMENT_BYTES
         """Whether a sample of one file can be read without a check, as in most tar files."""
         self.entries = entries._replace(names=[])  # the keys have most of each, and a header all of it
 
@@ -176,16 +177,21 @@ def _grouped(names: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
     return keys, firsts
 
 
-def _check_names(
-    file: MappedFile, entries: Entries, keys: Sequence[bytes], firsts: Sequence[int], *, are_plain: bool
-) -> None:
+def _plain(keys: Sequence[bytes], all_keys: bytes) -> Sequence[bytes]:
+    """The plain names of keys. `all_keys`: them with `\\0/` before each. Most have `./` before them, or none has."""
+    stripped = all_keys.replace(b"\0/./", b"\0/")
+    if b"./" in stripped or b"//" in stripped:
+        return [plain_name(key) for key in keys]
+    return stripped.split(b"\0/")[1:]
+
+
+def _check_names(file: MappedFile, entries: Entries, keys: Sequence[bytes], firsts: Sequence[int]) -> None:
     """DamagedShardError if a key or a name comes twice: a sample would be several, or it would have one of two files.
 
-    `are_plain`: no key has parts that do not matter, such as `./`.
+    `keys`: of all samples, plain.
     """
     names = entries.names
-    plain = keys if are_plain else [plain_name(key) for key in keys]
-    if len(set(plain)) == len(plain) and (len(names) == len(keys) or len(set(names)) == len(names)):
+    if len(set(keys)) == len(keys) and (len(names) == len(keys) or len(set(names)) == len(names)):
         return
     plain_names, seen = [plain_name(name) for name in names], dict[bytes, int]()
     for index, name in enumerate(plain_names):
@@ -195,7 +201,7 @@ def _check_names(
                 f"{entries.headers[index]}; expected one (tar --append and --update add a file again, and unpacking takes the last one)"
             )
     groups = dict[bytes, int]()
-    for key, index in zip(plain, firsts, strict=True):
+    for key, index in zip(keys, firsts, strict=True):
         if (first := groups.setdefault(key, index)) != index:
             raise DamagedShardError(
                 f"{file.name}: the files of the sample {_shown(key)} stand apart: {_shown(names[first])} is at byte "
