@@ -1,0 +1,67 @@
+"""A target whose reader has each kind of fault, for the test of the harness."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from ckpt.format.manifest import MAX_SIZE, CheckpointError
+from ckpt.format.validation import file_of
+from fuzzing.harness import MAX_GROWN_BYTES
+from fuzzing.target import Files, Parts, RefusedError, Target
+
+_kept: list[bytearray] = []
+
+
+def refuse_in_lines() -> None:
+    raise RefusedError("one line\nand another")
+
+
+def grow() -> None:
+    bytearray(b"\1" * 1) * (MAX_GROWN_BYTES + (64 << 20))
+
+
+def grow_slowly() -> None:
+    while True:
+        _kept.append(bytearray(b"\1" * 1) * (8 << 20))
+        time.sleep(0.002)
+
+
+KINDS: dict[str, tuple[Callable[[], object], str]] = {
+    "sound": (lambda: None, ""),
+    "refused by a command": (lambda: (_ for _ in ()).throw(RefusedError("no such file")), ""),
+    "refused by the project": (lambda: file_of({"name": "a/b", "bytes": MAX_SIZE, "datasets": {}}), ""),
+    "refused by the system": (lambda: os.open("missing", os.O_RDONLY), ""),
+    "a number of Python": (lambda: int("x"), "raises ValueError, which something else"),
+    "another error": (lambda: {}["x"], "raises KeyError, which is none of"),
+    "lines": (refuse_in_lines, "raises a message that is not one line"),
+    "a signal": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends by SIGSEGV"),
+    "an exit": (lambda: os._exit(3), "ends with exit code 3"),
+    "a hang": (lambda: time.sleep(60), "hangs; it said:\nTimeout"),
+    "memory": (grow, "grows"),
+    "memory by and by": (grow_slowly, "grows: "),
+}
+"""What the reader does, and the beginning of the fault that is to be found; "" if there is none."""
+
+
+class Faulty(Target):
+    errors = (CheckpointError, OSError, ValueError)
+    limit_s = 2.0
+    share_damaged = 0.0
+
+    def make(self, rng: Random) -> Parts:
+        return {"kind": b"sound"}
+
+    def mutate(self, rng: Random, parts: Parts) -> Parts:
+        return {"kind": rng.choice(list(KINDS)).encode()}
+
+    def passes(self, files: Files) -> bool:
+        return True
+
+    def read(self, folder: Path) -> object:
+        return KINDS[(folder / "kind").read_text()][0]()
+
+
+TARGET = Faulty()
