@@ -46,17 +46,16 @@ class OpenShards:
         self._shards, self._local, self._field, self._kind, self._say = shards, local, field, kind, say
         self._open: OrderedDict[int, Reader] = OrderedDict()
 
-    def cut(self, shard: int, begin: int, end: int) -> Cut:
+    def cut(self, shard: int, begin: int, end: int, *, says: bool = True) -> Cut:
         """The documents that begin at the bytes `begin` to `end - 1` of a shard; those of a compressed shard are one part.
 
+        `says`: whether this process is one that tells of the shard: several read it.
         DamagedShardError or OSError if the shard cannot be read.
         """
         if self._kind is None and is_compressed(self._shards.names[shard]):
             begin, end = 0, _NO_END
         reader = self._reader(shard)
-        if (
-            reader.remark and begin == 0 and self._say is not None
-        ):  # one process reads the begin, not all that share a shard
+        if reader.remark and says and self._say is not None:
             self._say(
                 f"{reader.remark} (further shards are not named)" if len(self._shards.names) > 1 else reader.remark
             )

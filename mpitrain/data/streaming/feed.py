@@ -35,7 +35,7 @@ class Feed:
         field: see `open_shard`.
         keeps: whether the document with this key is one of the source; None: all are.
         local: a block in which a shard, a path or URL of so many bytes, is an uncompressed file of this machine: see ShardCache.
-        say: see OpenShards.
+        say: see OpenShards. A process with `leads` tells of all shards, another one of those of which it has the begin first.
     """
 
     def __init__(
@@ -49,14 +49,17 @@ class Feed:
         keeps: Callable[[bytes], bool] | None = None,
         local: Callable[[str, int], AbstractContextManager[Path]],
         say: Callable[[str], object] | None = None,
+        leads: bool = False,
     ) -> None:
+        self._leads = leads
         self.name, self.shards, self.sequence, self.encode = name, shards, sequence, encode
         self._keeps, self._open = keeps, OpenShards(shards, local, field=field, say=say)
 
     def documents(self, chunk: int) -> "Documents":
         """The documents of a chunk, permuted. DamagedShardError or OSError if the shard cannot be read."""
-        _, shard, begin = self.sequence[chunk]
-        cut = self._open.cut(shard, begin, begin + self.sequence.chunk_bytes)
+        epoch, shard, begin = self.sequence[chunk]
+        says = self._leads or (begin == 0 and self.sequence.begins_era(epoch))  # one lane has this chunk in this epoch
+        cut = self._open.cut(shard, begin, begin + self.sequence.chunk_bytes, says=says)
         kept: Sequence[int] | np.ndarray = range(len(cut))
         if self._keeps is not None:
             kept = [index for index in kept if self._keeps(cut.key(index))]

@@ -57,14 +57,14 @@ class Recipe:
         """The rows of a lane in a batch."""
         return self.batch // self.lanes
 
-    def feeds(self, say: Callable[[str], object] | None = None) -> list[Feed]:
-        """The documents of each source. `say`: see OpenShards."""
+    def feeds(self, say: Callable[[str], object] | None = None, *, leads: bool = False) -> list[Feed]:
+        """The documents of each source. `say`, `leads`: see Feed."""
         begin, end = self.share
         keeps = None if self.share == (0.0, 1.0) else (lambda key: begin <= share_of(key) < end)
         return [
             Feed(
                 source.name, source.shards, source.sequence(self.seed), self.tokenizer.document,
-                field=source.field, keeps=keeps, local=self.cache.local, say=say,
+                field=source.field, keeps=keeps, local=self.cache.local, say=say, leads=leads,
             )
             for source in self.sources
         ]  # fmt: skip
@@ -105,11 +105,16 @@ class OpenLanes(Protocol):
     def __call__(self, numbers: Sequence[int], first: int, states: np.ndarray) -> Mapping[int, Lane]: ...
 
 
-def open_lanes(recipe: Recipe, say: Callable[[str], object], *, fetches_ahead: bool = True) -> OpenLanes:
-    """Lanes that this process reads. `say` gets a line about each damaged document. `fetches_ahead`: see FetchAhead."""
+def open_lanes(
+    recipe: Recipe, say: Callable[[str], object], *, fetches_ahead: bool = True, tells: bool = True
+) -> OpenLanes:
+    """Lanes that this process reads. `say` gets a line about each damaged document.
+
+    `fetches_ahead`: see FetchAhead. `tells`: whether remarks about the shards (see Reader) are printed.
+    """
 
     def opened(numbers: Sequence[int], first: int, states: np.ndarray) -> Mapping[int, Lane]:
-        feeds, mixture = recipe.feeds(say_remark), recipe.mixture()
+        feeds, mixture = recipe.feeds(say_remark if tells else None, leads=0 in numbers), recipe.mixture()
         # The lanes make rows of the same numbers at about the same time: one permutation serves them all.
         mixed: Callable[[int], Sequence[int]] = lru_cache(_NUM_MIXED)(
             lambda row: mixture.sources(row, np.arange(recipe.lanes)).tolist()

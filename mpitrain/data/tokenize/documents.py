@@ -95,7 +95,7 @@ def pieces_of(origins: Sequence[Origin], piece_bytes: int | None = None) -> list
 def cuts_of(piece: Piece, opened: OpenShards) -> Iterator[Cut]:
     """The documents of a piece. `opened`: its source."""
     for part in piece.parts:
-        yield opened.cut(*part)
+        yield opened.cut(*part, says=part.begin == 0)
 
 
 def _parts(origin: Origin, limit: int) -> Iterator[Part]:
