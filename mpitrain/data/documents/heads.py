@@ -33,7 +33,9 @@ def other_format(head: bytes) -> str:
 
 
 def begins_with_json(head: bytes) -> bool:
-    """Whether a text begins with a JSON object, or with a list of objects or strings."""
+    """Whether a text begins with a JSON object, or with a list of objects or strings. It may be in UTF-16, as Windows writes it."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        head = head.decode("utf-16", errors="ignore").encode(errors="ignore")
     return _JSON.match(head) is not None
 
 

@@ -11,8 +11,10 @@ from mpitrain.data.documents.text import TextReader
 
 Kind = Literal["tar", "lines", "parquet", "text"]
 
-_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines", ".ldjson", ".jl")
-_SUFFIXES: dict[str, Kind] = {".tar": "tar", ".parquet": "parquet"} | dict.fromkeys(_LINES, "lines")
+_SUFFIXES: dict[str, Kind] = {
+    ".tar": "tar", ".parquet": "parquet",
+    ".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".jsonlines": "lines", ".ldjson": "lines", ".jl": "lines",
+}  # fmt: skip
 COMPRESSED = (".gz", ".zst")
 """Endings after that of the kind: such a shard is unpacked before it is read."""
 

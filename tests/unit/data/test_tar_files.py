@@ -113,6 +113,14 @@ def test_a_file_without_its_end_is_told(tmp_path: Path) -> None:
     assert "its end may be missing" in open_shard(path, "a.tar", "tar").remark
 
 
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_name_without_its_file(tmp_path: Path, format: int) -> None:
+    data = tar_of(tmp_path / "a.tar", [entry("0.txt", b"0"), entry("x" * 200 + ".txt", b"1")], format).read_bytes()
+    (tmp_path / "a.tar").write_bytes(data[: 4 * BLOCK] + bytes(2 * BLOCK))
+    with pytest.raises(DamagedShardError, match="no entry follows the header at byte 1024, which is about one"):
+        open_shard(tmp_path / "a.tar", "a.tar", "tar")
+
+
 # --- links ---
 
 

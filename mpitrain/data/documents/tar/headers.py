@@ -115,6 +115,8 @@ def walked(file: MappedFile, at: int, end: int) -> Members:
                 if begin + num_bytes > end
                 else f"its last member ends at byte {at}"
             )
+    if more is not nothing and not flaw:
+        flaw = f"no entry follows the header at byte {headers[-1]}, which is about one"
     return found._replace(headers=np.fromiter(headers, np.int64), sizes=np.fromiter(sizes, np.int64), flaw=flaw)
 
 
@@ -161,8 +163,10 @@ def _with(more: _More, kind: int, file: MappedFile, at: int, num_bytes: int, end
         return more._replace(long_target=content.partition(b"\0")[0])
     where, said, sparse = f"{file.name}: the pax header at byte {at}", _NOTHING, []
     for key, value in _records(content, where):
-        if key in (b"path", b"linkpath"):
-            said = said._replace(**{key.decode(): value.partition(b"\0")[0]})
+        if key == b"path":
+            said = said._replace(path=value.partition(b"\0")[0])
+        elif key == b"linkpath":
+            said = said._replace(linkpath=value.partition(b"\0")[0])
         elif key == b"size":
             if not value.isdigit() or len(value) > 19:
                 raise DamagedShardError(f"{where} is damaged: its size is {value[:20]!r}")
