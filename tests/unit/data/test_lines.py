@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.config import DataConfig
+from mpitrain.data import scan
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedSampleError, DamagedShardError, checked_text, kind_of, open_shard
 from mpitrain.data.documents.kinds import is_compressed
@@ -123,6 +124,13 @@ def test_json_that_is_taken_as_text_is_told_in_one_line(
     assert documents(DataConfig(path=(f"{tmp_path}/b.log",))) == [data]  # text of its own, not shards
     (line,) = capsys.readouterr().err.splitlines()
     assert f"data: 1 file of text begins with JSON, the first one {tmp_path}/b.log" in line
+
+
+def test_json_of_windows_is_told_too(tmp_path: Path) -> None:
+    """Of text that is named, bytes are tokens, also those of UTF-16."""
+    (tmp_path / "a.txt").write_bytes('{"text": "a"}\n'.encode("utf-16"))
+    (remark,) = scan([f"{tmp_path}/a.txt"]).remarks
+    assert remark.startswith(f"1 file of text begins with JSON, the first one {tmp_path}/a.txt;")
 
 
 @pytest.mark.parametrize(
