@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import subprocess
 import tarfile
 from collections.abc import Callable, Sequence
@@ -37,10 +38,6 @@ def tar_of(path: Path, entries: Sequence[tuple[tarfile.TarInfo, bytes]], format:
     return path
 
 
-def whole(parts: dict[str, Any]) -> dict[str, Any]:
-    return parts
-
-
 def read(path: Path) -> dict[str, dict[str, bytes]]:
     """The samples of a tar file, by both readers: all at once, and one by one."""
     reader = open_shard(path, path.name, "tar")
@@ -48,8 +45,9 @@ def read(path: Path) -> dict[str, dict[str, bytes]]:
     cut = reader.cut(0, 1 << 60)
     found = {cut.key(index).decode(): cut.parts(index) for index in range(len(cut))}
     assert len(found) == len(cut)
-    samples = TarSamples(str(path), whole)
+    samples = TarSamples(str(path), dict)
     alone = [samples[index] for index in (*range(len(samples))[::-1], *range(len(samples)))][len(samples) :]
+    assert alone == [pickle.loads(pickle.dumps(samples))[index] for index in range(len(samples))]
     assert {sample.pop("__key__"): sample for sample in alone} == found
     return found
 
@@ -85,7 +83,7 @@ def test_files_apart_and_names_that_come_twice(tmp_path: Path, names: list[str],
     with pytest.raises(DamagedShardError, match=f"^a.tar: .*{words}"):
         open_shard(path, "a.tar", "tar")
     with pytest.raises(DamagedShardError, match=words):
-        len(TarSamples(str(path), whole))
+        len(TarSamples(str(path), dict))
 
 
 def test_a_name_twice_by_append(tmp_path: Path) -> None:
@@ -181,7 +179,7 @@ def test_links_that_lead_nowhere_are_damaged_samples(tmp_path: Path, target: str
     entries = [link("0.txt", target, kind), entry("1.txt", b"one"), link("2.txt", "0.txt", kind)]
     path = tar_of(tmp_path / "a.tar", entries, tarfile.PAX_FORMAT)
     cut = open_shard(path, "a.tar", "tar").cut(0, 1 << 60)
-    samples = TarSamples(str(path), whole)
+    samples = TarSamples(str(path), dict)
     with pytest.raises(DamagedSampleError, match=f"^a.tar, sample '0', '0.txt': the link .*{words}"):
         cut.text(0)
     with pytest.raises(DamagedSampleError, match=words):
@@ -323,7 +321,7 @@ def test_parts_of_one_name(tmp_path: Path) -> None:
     path = tar_of(tmp_path / "a.tar", [entry(name, b"%d" % n) for n, name in enumerate(names)])
     assert read(path) == {"0": {"\\xff": b"0", "\\xfe": b"1"}}
     with pytest.raises(DamagedSampleError, match="a part has the name __key__"):
-        TarSamples(str(tar_of(path, [entry("0.__key__", b"x")])), whole)[0]
+        TarSamples(str(tar_of(path, [entry("0.__key__", b"x")])), dict)[0]
 
 
 def test_readers_of_parts_agree_with_the_whole(tmp_path: Path) -> None:
