@@ -117,6 +117,14 @@ def test_a_name_without_its_file(tmp_path: Path, format: int) -> None:
     (tmp_path / "a.tar").write_bytes(data[: 4 * BLOCK] + bytes(2 * BLOCK))
     with pytest.raises(DamagedShardError, match="no entry follows the header at byte 1024, which is about one"):
         open_shard(tmp_path / "a.tar", "a.tar", "tar")
+    if format == tarfile.PAX_FORMAT:
+        (tmp_path / "a.tar").write_bytes(data[: 4 * BLOCK] + data[2 * BLOCK :])
+        with pytest.raises(DamagedShardError, match="the pax header at byte 2048 follows another one, and no entry"):
+            open_shard(tmp_path / "a.tar", "a.tar", "tar")
+    else:
+        (tmp_path / "a.tar").write_bytes(data[: 3 * BLOCK] + bytes(BLOCK) + data[4 * BLOCK :])
+        with pytest.raises(DamagedShardError, match="the long name at byte 1024 is empty"):
+            open_shard(tmp_path / "a.tar", "a.tar", "tar")
 
 
 # --- links ---
@@ -291,8 +299,13 @@ def test_hidden_files(tmp_path: Path) -> None:
 
 def test_folders_of_old_programs(tmp_path: Path) -> None:
     """A file of the first kind of all, with a name that ends in a slash, is a folder."""
-    old = entry("d/", type=tarfile.AREGTYPE), entry("d/0.txt", b"0", type=tarfile.AREGTYPE)
+    old = [entry("d/", type=tarfile.AREGTYPE), entry("d/0.txt", b"0", type=tarfile.AREGTYPE)]
     assert read(tar_of(tmp_path / "a.tar", old)) == {"d/0": {"txt": b"0"}}
+    with pytest.warns(UserWarning, match="1 of its entries is left out, .*: 'f'"):
+        assert read(tar_of(tmp_path / "a.tar", [*old, link("f", "d"), link("1.txt", "f/0.txt")])) == {
+            "d/0": {"txt": b"0"},
+            "1": {"txt": b"0"},
+        }
     with pytest.raises(DamagedShardError, match="the file 'd/' at byte 0 has the name of a folder"):
         open_shard(tar_of(tmp_path / "a.tar", [entry("d/", b"text")]), "a.tar", "tar")
 

@@ -51,7 +51,10 @@ class Members(NamedTuple):
 
 
 class _More(NamedTuple):
-    """What the headers before an entry say of it. `sparse`: the records `GNU.sparse.*` of a pax header, in their order."""
+    """What the headers before an entry say of it. `sparse`: the records `GNU.sparse.*` of a pax header, in their order.
+
+    `has_pax`: whether one of them is a pax header.
+    """
 
     long_name: bytes = b""
     long_target: bytes = b""
@@ -59,6 +62,7 @@ class _More(NamedTuple):
     linkpath: bytes = b""
     size: int | None = None
     sparse: tuple[tuple[bytes, bytes], ...] = ()
+    has_pax: bool = False
 
     @property
     def name(self) -> bytes:
@@ -156,12 +160,12 @@ def _with(more: _More, kind: int, file: MappedFile, at: int, num_bytes: int, end
         return more  # the file is cut off
     if num_bytes > _MOST_HEADER_BYTES:
         raise DamagedShardError(f"{file.name}: the tar header at byte {at} has {num_bytes} bytes of names")
-    content = file.bytes[begin : begin + num_bytes]
-    if kind == ord("L"):
-        return more._replace(long_name=content.partition(b"\0")[0])
-    if kind == ord("K"):
-        return more._replace(long_target=content.partition(b"\0")[0])
-    where, said, sparse = f"{file.name}: the pax header at byte {at}", _NOTHING, []
+    content, where, sparse = file.bytes[begin : begin + num_bytes], f"{file.name}: the pax header at byte {at}", []
+    if kind in b"LK":
+        if not (name := content.partition(b"\0")[0]):
+            raise DamagedShardError(f"{file.name}: the long name at byte {at} is empty")
+        return more._replace(long_name=name) if kind == ord("L") else more._replace(long_target=name)
+    said = _NOTHING
     for key, value in _records(content, where):
         if key == b"path":
             said = said._replace(path=value.partition(b"\0")[0])
@@ -177,7 +181,9 @@ def _with(more: _More, kind: int, file: MappedFile, at: int, num_bytes: int, end
             raise DamagedShardError(f"{where} is of a sparse file in a format that is not GNU tar's")
     said = said._replace(sparse=tuple(sparse))
     if kind != _GLOBAL:
-        return said._replace(long_name=more.long_name, long_target=more.long_target)
+        if more.has_pax:
+            raise DamagedShardError(f"{where} follows another one, and no entry is between them")
+        return said._replace(long_name=more.long_name, long_target=more.long_target, has_pax=True)
     if said != _NOTHING:
         raise DamagedShardError(
             f"{where} gives all files that follow one name or size; expected such a header for each file"

@@ -27,9 +27,10 @@ def resolved(
     `names`: of all entries. `links`: by their index. `folders`: the names of the entries that are folders.
     """
     plain = [plain_name(name) for name in names]
-    by_name = {name: index for index, name in enumerate(plain)}
+    by_name = {name: index for index, name in enumerate(plain) if not names[index].endswith(b"/")}  # else an old folder
     symbolic = {plain[index]: link.target for index, link in links.items() if link.is_symbolic}
-    inside = sorted([*plain, *(plain_name(name) + b"/" for name in folders)])
+    old_folders = (name for name in names if name.endswith(b"/"))
+    inside = sorted([*plain, *(plain_name(name) + b"/" for name in (*folders, *old_folders))])
 
     def end_of(index: int) -> int | None:
         for _ in range(_MOST_HOPS):
