@@ -102,15 +102,15 @@ class _Links:
         if self._leaving and not follow_links:
             first = min(self._leaving)
             raise ValueError(
-                f"data.path: {self._root} has {_number(self._leaving, 'link')} out of the folder, the first one {first}, which leads "
-                f"to {os.path.realpath(first)}; remove them, or allow such links with --data.follow-links true"
+                f"data.path: {self._root} has {_number(self._leaving, 'link')} out of the folder, the first one {_shown(first)}, which "
+                f"leads to {_shown(os.path.realpath(first))}; remove them, or allow such links with --data.follow-links true"
             )
         if self._dead:
-            say(f"{self._root} has {_number(self._dead, 'link')} to no file, the first one {min(self._dead)}")
+            say(f"{self._root} has {_number(self._dead, 'link')} to no file, the first one {_shown(min(self._dead))}")
         if self._folders:
             say(
-                f"{self._root} has {_number(self._folders, 'link')} to a folder, not followed, the first one {min(self._folders)}; "
-                "name the folder in data.path, too"
+                f"{self._root} has {_number(self._folders, 'link')} to a folder, not followed, the first one "
+                f"{_shown(min(self._folders))}; name the folder in data.path, too"
             )
 
     def _is_blob(self, real: Path) -> bool:
@@ -141,34 +141,31 @@ def _walk(root: Path, skipped: frozenset[str], links: _Links, suffixes: tuple[st
 
 def _texts(root: Path, files: list[TextFile], say: Callable[[str], object]) -> list[TextFile]:
     """The files that look like text. ValueError if shards of documents have more bytes than they."""
-    texts, shards, left_out, text_bytes = list[TextFile](), list[TextFile](), list[TextFile](), 0
+    texts, left_out, lines, text_bytes = list[TextFile](), list[TextFile](), list[TextFile](), 0
     for file in files:
         head, kind = _head_of(file.path), kind_of(file.name)
-        is_text = b"\0" not in head and not other_format(head)
-        if is_text:
-            texts.append(file._replace(is_json=begins_with_json(head)))
-        if (
-            (is_json_lines(head) and kind == "lines")
-            if is_text
-            else (is_compressed(file.name) or kind in ("tar", "parquet"))
-        ):
-            shards.append(file)
-            left_out += [file] * (not is_text)
+        if b"\0" in head or other_format(head):
+            left_out += [file] * (is_compressed(file.name) or kind in ("tar", "parquet"))
+            continue
+        texts.append(file._replace(is_json=begins_with_json(head)))
+        if kind == "lines" and is_json_lines(head):
+            lines.append(file)
         else:
-            text_bytes += file.size * is_text
+            text_bytes += file.size
+    shards = [*left_out, *lines]
     if not shards:
         return texts
-    first = shards[0]
-    pattern = f"{root}/{'**/' * ('/' in first.name)}*{_ending(first.name)}"
+    first = min(shards)
+    pattern = _shown(f"{root}/{'**/' * ('/' in first.name)}*{_ending(first.name)}")
     if sum(shard.size for shard in shards) > text_bytes:
         raise ValueError(
-            f"data.path: {root} is a folder of documents in shards, {len(shards)} of {len(files)} files, the first one {first.name}; "
-            f"name the shards by a pattern in quotes, such as '{pattern}', or the endings of texts by --data.suffixes"
+            f"data.path: {root} is a folder of documents in shards, {len(shards)} of {len(files)} files, the first one "
+            f"{_shown(first.name)}; name them by a pattern in quotes, such as '{pattern}', or the endings of texts by --data.suffixes"
         )
     if left_out:
         say(
-            f"{root} has {_number(left_out, 'shard')} of documents, left out, the first one {left_out[0].name}; a pattern in quotes, "
-            f"such as '{pattern}', reads shards"
+            f"{root} has {_number(left_out, 'shard')} of documents, left out, the first one {_shown(left_out[0].name)}; a pattern in "
+            f"quotes, such as '{pattern}', reads shards"
         )
     return texts
 
@@ -176,8 +173,8 @@ def _texts(root: Path, files: list[TextFile], say: Callable[[str], object]) -> l
 def json_remark(files: list[Path]) -> str:
     """A line about files of text that begin with JSON."""
     return (
-        f"{_number(files, 'file')} of text begin{'s' * (len(files) == 1)} with JSON, the first one {files[0]}; a pattern in quotes "
-        "that ends in .jsonl or .json reads JSON Lines as documents"
+        f"{_number(files, 'file')} of text begin{'s' * (len(files) == 1)} with JSON, the first one {_shown(str(files[0]))}; a pattern "
+        "in quotes that ends in .jsonl or .json reads JSON Lines as documents"
     )
 
 
@@ -189,3 +186,8 @@ def _ending(name: str) -> str:
 
 def _number(some: list[str] | list[Path] | list[TextFile], what: str) -> str:
     return f"{len(some)} {what}{'s' * (len(some) > 1)}"
+
+
+def _shown(path: str) -> str:
+    """A path for messages: a stranger's may have characters that control a terminal."""
+    return path if path.isprintable() else repr(path)

@@ -117,9 +117,8 @@ class LinesReader:
             return 0
         size, at = self._file.size, min(at, self._file.size)
         found = self._file.bytes.find(b"\n", at - 1, at + MOST_DOCUMENT_BYTES)
-        if (
-            found < 0 and at + MOST_DOCUMENT_BYTES < size
-        ):  # else each part of the file would look for the end of the same line
+        # Else each part of the file would look for the end of the same line.
+        if found < 0 and at + MOST_DOCUMENT_BYTES < size:
             raise DamagedShardError(
                 f"{self._file.name}: no line ends in {MOST_DOCUMENT_BYTES} bytes after byte {at}; expected JSON Lines"
             )

@@ -51,6 +51,13 @@ def test_links_out_of_the_folder(folder: Path, target: str) -> None:
     assert b"root" in text_of(scanned(folder, follow_links=True))
 
 
+def test_names_of_a_stranger_are_shown_as_text(folder: Path) -> None:
+    os.symlink("../secret", folder / "\x1b[31m\n.txt")
+    with pytest.raises(ValueError) as caught:
+        scanned(folder)
+    assert str(caught.value).isprintable() and repr(f"{folder}/\x1b[31m\n.txt") in str(caught.value)
+
+
 def test_links_that_stay_in_the_folder(folder: Path, tmp_path: Path) -> None:
     os.symlink("inner/b.txt", folder / "c.txt")
     os.symlink(folder / "a.txt", folder / "inner/d.txt")

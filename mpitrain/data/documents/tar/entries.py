@@ -23,9 +23,8 @@ Place = tuple[int, int] | Extents | str | None
 
 _IS_ENTRY = of.table_of(of.FILES + of.LINKS + of.SPARSE)
 _IS_LINK, _IS_FOLDER, _IS_DEVICE, _IS_BEFORE = map(of.table_of, (of.LINKS, of.FOLDER, of.DEVICES, of.BEFORE_ENTRIES))
-_UNUSUAL = re.compile(
-    rb"[\n/]\.(?!\.?/)|/\n"
-)  # in names with \n before and after each: hidden files, and folders of old programs
+# In names with \n before and after each: hidden files, and folders of old programs.
+_UNUSUAL = re.compile(rb"[\n/]\.(?!\.?/)|/\n")
 _OF_MACOS = (b"._", b".DS_Store")
 
 
