@@ -63,6 +63,8 @@ class LocalBox(msgspec.Struct, frozen=True):
 def chunks_of(array: np.ndarray, nbytes: int) -> list[memoryview]:
     """The bytes of a contiguous array in chunks of `nbytes`; the last chunk may be shorter."""
     data = array.reshape(-1).view(np.uint8).data
+    if 0 < len(data) <= nbytes:
+        return [data]
     return [data[at : at + nbytes] for at in range(0, len(data), nbytes)]
 
 

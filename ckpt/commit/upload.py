@@ -16,7 +16,7 @@ import time
 
 from ckpt.commit.atomic import refuse_existing
 from ckpt.commit.owner import FolderOwner, forget_token, is_alive, new_token, owner_of, refusal, signature
-from ckpt.format.manifest import FILE_NAME, CheckpointError
+from ckpt.format.manifest import FILE_NAME, MAX_SEQUENCE, CheckpointError
 from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, newest_sequence
 from ckpt.storage.places import read_header, write_and_read_back
 from ckpt.storage.remote import Url
@@ -93,7 +93,8 @@ class Upload:
         folder = self.final.parent
         with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
             name = (folder / LATEST_NAME).read().decode().strip()
-            return read_header(folder / name).sequence
+            if (hinted := read_header(folder / name).sequence) <= MAX_SEQUENCE:
+                return hinted
         return newest_sequence(folder)
 
     def _end(self) -> None:

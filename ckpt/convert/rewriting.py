@@ -8,7 +8,15 @@ from typing import Any
 from ckpt.check.verifying import verify
 from ckpt.commit.atomic import Stage
 from ckpt.convert.sources import Source, SourcePart
-from ckpt.format.manifest import MAX_NDIM, CheckpointError, encode_meta, file_entry, name_error, nesting_error
+from ckpt.format.manifest import (
+    MAX_NDIM,
+    CheckpointError,
+    encode_meta,
+    file_entry,
+    following,
+    name_error,
+    nesting_error,
+)
 from ckpt.saving.describing import Contents, write_index, write_manifest
 from ckpt.saving.placement import Files, Item, cut_evenly, file_name, lay_out
 from ckpt.saving.save import checked_path, discarding
@@ -59,7 +67,7 @@ def write_checkpoint(
         contents = Contents(sources, plans, dict(meta))
         scalars = {source.name: bytes(source.read(0, 1)) for source in sources if not source.shape}
         write_index(stage.path, contents, scalars)
-        order = stage.newest_sequence() + 1 if sequence is None else sequence
+        order = following(stage.newest_sequence()) if sequence is None else sequence
         write_manifest(stage.path, contents, reports, sequence=order)
         if damage := verify(stage.path, progress=progress):
             raise CheckpointError(f"{stage.path} does not read back as it was written: {damage[0]}")

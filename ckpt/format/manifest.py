@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -62,6 +63,8 @@ class OutOfReachError(CheckpointError):
 # The limits of numbers are checked when a manifest is read.
 MAX_SIZE = 1 << 62
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+# No folder gets so many checkpoints: a greater number is a stranger's.
+MAX_SEQUENCE = 1 << 53
 Sizes = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_NDIM)]
 
 
@@ -145,6 +148,16 @@ class Manifest:
     num_ranks: int = 0
 
 
+def order_of(sequence: int, saved: float) -> tuple[int, float]:
+    """The place of a checkpoint among those of its folder, to be compared. One with an absurd number comes before those that count."""
+    return (sequence if sequence <= MAX_SEQUENCE else 0, saved)
+
+
+def following(sequence: int) -> int:
+    """The number of the checkpoint after the newest one. At the greatest number the times of the saves decide."""
+    return min(sequence + 1, MAX_SEQUENCE)
+
+
 def encode_meta(meta: Mapping[str, Any]) -> str:
     """`meta` as one line of JSON. TypeError if it is no JSON-like value; keys must be strings, because JSON would make them strings.
 
@@ -205,22 +218,21 @@ def encode(manifest: Manifest) -> bytes:
         "tensors": len(manifest.tensors),
         "files": [file_entry(file) for file in manifest.files],
     }
-    lines = [_JSON.encode(header).encode(), encode_meta(manifest.meta).encode()]
-    lines += [_in_ascii(_LINES.encode(manifest.tensors[name])) for name in sorted(manifest.tensors)]
-    for line in lines:
+    first = f"{_JSON.encode(header)}\n{encode_meta(manifest.meta)}\n".encode()
+    body = first + _in_ascii(_LINES.encode_lines([manifest.tensors[name] for name in sorted(manifest.tensors)]))
+    for line in body.splitlines() if len(body) > MAX_LINE_VALUES else ():
         if problem := line_error(line):
             raise ValueError(f"{line[:80].decode()!r} ... {problem}; save in fewer and larger pieces")
-    body = b"\n".join([*lines, b""])
     if len(body) > MAX_BYTES - 64:
         raise ValueError(f"the manifest would have {len(body)} bytes, expected at most {MAX_BYTES}: save fewer blocks")
     return body + last_line(body)
 
 
-def _in_ascii(line: bytes) -> bytes:
-    """A line of JSON with escapes for characters outside of ASCII, as `json` writes it."""
-    return (
-        line if line.isascii() else _NOT_ASCII.sub(lambda found: _JSON.encode(found[0])[1:-1], line.decode()).encode()
-    )
+def _in_ascii(lines: bytes) -> bytes:
+    """Lines of JSON with escapes for characters outside of ASCII, as `json` writes them."""
+    if lines.isascii():
+        return lines
+    return _NOT_ASCII.sub(lambda found: _JSON.encode(found[0])[1:-1], lines.decode()).encode()
 
 
 def last_line(body: bytes | memoryview) -> bytes:
@@ -240,6 +252,11 @@ def name_error(name: object) -> str | None:
         return f"the name {name!r:.60} is no string"
     if len(name) > MAX_NAME:
         return f"the name {name[:60]!r}... has {len(name)} characters; expected at most {MAX_NAME}"
+    return _text_error(name)
+
+
+@lru_cache(1 << 14)  # a training saves the same names again and again
+def _text_error(name: str) -> str | None:
     # Unprintable characters could also attack the terminal that shows the name.
     if name.isprintable() and _NO_NAMES.isdisjoint(name.split("/")):
         return None
@@ -300,8 +317,21 @@ def _matcher(patterns: Collection[str]) -> Callable[[str], object]:
 
 def nesting_error(names: Iterable[str]) -> str | None:
     """A message if one of `names` is both a tensor and a group of tensors, or None."""
+    names = names if isinstance(names, Collection) else list(names)
+    if _are_apart(names):
+        return None
     # Sorted by their parts, the members of a group follow it directly.
     for name, following in pairwise(sorted(names, key=lambda name: name.replace("/", "\0"))):
         if following.startswith(name) and following.startswith(name + "/"):
             return f"the name {name!r} is a tensor and also the group of {following!r}"
     return None
+
+
+def _are_apart(names: Collection[str]) -> bool:
+    """Whether no name is a group of others: a quick check, which gives up on names in very many groups."""
+    groups: set[str] = set()
+    above = {name.rpartition("/")[0] for name in names}
+    while above and len(groups) <= 2 * len(names):
+        groups |= above
+        above = {group.rpartition("/")[0] for group in above} - groups
+    return not above and groups.isdisjoint(names)

@@ -21,6 +21,8 @@ from ckpt.format.manifest import (
     DIGITS,
     FILE_NAME,
     FORMAT,
+    MAX_BYTES,
+    MAX_LINE_VALUES,
     MAX_SIZE,
     VERSION,
     CheckpointError,
@@ -35,6 +37,7 @@ from ckpt.format.manifest import (
     line_error,
     name_error,
     nesting_error,
+    order_of,
 )
 from collectives.arrays.dtypes import DTYPES
 
@@ -54,6 +57,11 @@ class Header(msgspec.Struct, frozen=True):
     num_tensors: Size = msgspec.field(name="tensors")
     files: tuple[File, ...]
     num_ranks: Size = msgspec.field(name="ranks", default=0)
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The place among the checkpoints of a folder: see `order_of`."""
+        return order_of(self.sequence, self.saved)
 
 
 def decode(data: bytes) -> Manifest:
@@ -75,6 +83,16 @@ def decode(data: bytes) -> Manifest:
     return Manifest(
         header.files, tensors, meta, header.sequence, header.saved, header.chunk_bytes, num_ranks=header.num_ranks
     )
+
+
+def check_readable(data: bytes) -> None:
+    """ValueError unless `decode` reads the manifest `data`: a writer calls it before its checkpoint exists."""
+    try:
+        if len(data) > MAX_BYTES:
+            raise refused(f"it has {len(data)} bytes, expected at most {MAX_BYTES}")
+        decode(data)
+    except CheckpointError as error:
+        raise ValueError(f"no reader would take this checkpoint, so it is not saved: {error}") from None
 
 
 def verified_header(data: bytes) -> Header:
@@ -183,12 +201,14 @@ def _check_file(file: File, version: int) -> None:
         raise refused(f"file {name}: rest is {reprlib.repr(file.rest)}, expected a checksum of {DIGITS} digits")
 
 
+_ITEMSIZES = {name: row.itemsize for name, row in DTYPES.items()}
+
 # Of two equal keys in a line the last one is used; unknown keys are skipped without memory.
 _TENSOR = msgspec.json.Decoder(Tensor)
 
 
 def _tensor(line: bytes, header: Header) -> Tensor:
-    if problem := line_error(line):
+    if len(line) > MAX_LINE_VALUES and (problem := line_error(line)):
         raise out_of_reach(f"it {problem}")
     try:
         tensor = _TENSOR.decode(line)
@@ -197,17 +217,20 @@ def _tensor(line: bytes, header: Header) -> Tensor:
     name, shape, blocks = tensor.name, tensor.shape, tensor.blocks
     if problem := name_error(name):
         raise refused(problem)
-    if tensor.dtype not in DTYPES:
+    if (itemsize := _ITEMSIZES.get(tensor.dtype)) is None:
         raise refused(f"tensor {name!r}: dtype {reprlib.repr(tensor.dtype)} is unknown")
     # NumPy has no larger arrays, also no empty ones, whose shape the blocks do not limit.
-    if 0 in shape and math.prod([n or 1 for n in shape]) * DTYPES[tensor.dtype].itemsize > MAX_SIZE:
+    if 0 in shape and math.prod([n or 1 for n in shape]) * itemsize > MAX_SIZE:
         raise refused(f"tensor {name!r}: no array can have the shape {shape}")
     for block in blocks:
-        if problem := _block_error(block, tensor.dtype, header):
+        if problem := _block_error(block, tensor.dtype, itemsize, header):
             raise refused(f"tensor {name!r}: a block of {block.shape} at {block.offset} {problem}")
     # The blocks are an exact cover and share no bytes, so no tensor is larger than the files that hold it.
-    if problem := cover_error(
-        shape, [(b.offset, b.shape) for b in blocks], lambda i: header.files[blocks[i].file].name
+    is_one = len(blocks) == 1 and blocks[0].shape == shape and blocks[0].offset == (0,) * len(shape)
+    if not is_one and (
+        problem := cover_error(
+            shape, [(b.offset, b.shape) for b in blocks], lambda i: header.files[blocks[i].file].name
+        )
     ):
         raise refused(f"tensor {name!r}: {problem}")
     if tensor.axes is not None and (problem := axes_error(list(tensor.axes), len(shape))):
@@ -215,7 +238,7 @@ def _tensor(line: bytes, header: Header) -> Tensor:
     return tensor
 
 
-def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
+def _block_error(block: StoredBlock, dtype: str, itemsize: int, header: Header) -> str | None:
     """The reason why a block is refused, or None. `cover_error` checks that it lies inside its tensor."""
     size = math.prod(block.shape)
     if not size:
@@ -226,7 +249,7 @@ def _block_error(block: StoredBlock, dtype: str, header: Header) -> str | None:
     dataset = file.datasets.get(dtype)
     if dataset is None or block.start + size > dataset.elements:
         return f"lies beyond its dataset in {file.name}"
-    if not _are_checksums(block.checksums, -(-size * DTYPES[dtype].itemsize // header.chunk_bytes)):
+    if not _are_checksums(block.checksums, -(-size * itemsize // header.chunk_bytes)):
         return "has checksums of the wrong number or length, or a value that is no checksum"
     return None
 

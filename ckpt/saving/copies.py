@@ -17,7 +17,7 @@ from ckpt.commit.atomic import Stage
 from ckpt.commit.retention import retain, stage_for
 from ckpt.commit.upload import Upload
 from ckpt.format.hdf5 import INDEX_NAME
-from ckpt.format.manifest import FILE_NAME, CheckpointError, Manifest
+from ckpt.format.manifest import FILE_NAME, CheckpointError, Manifest, following
 from ckpt.format.validation import decode
 from ckpt.ranks import Ranks
 from ckpt.storage.local import patient
@@ -47,12 +47,12 @@ def further_places(folder: Path, copies: Paths | None, *, name: str | None = Non
 
 
 def next_sequence(final: LocalPath, places: Sequence[Place]) -> int:
-    """One more than the number of the newest checkpoint in the folder of `final` and in all places, so that numbers grow in each."""
+    """The number that follows that of the newest checkpoint in the folder of `final` and in all places, so that it grows in each."""
     newest = [stage_for(final).newest_sequence()]
     for place in places:
         with suppress(OSError, CheckpointError):  # the copy will report it
             newest.append(stage_for(place / final.name).newest_sequence())
-    return max(newest) + 1
+    return following(max(newest))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ckpt.format.boxes import Shape
 from ckpt.format.hdf5 import INDEX_NAME, index_image
 from ckpt.format.manifest import FILE_NAME, Manifest, StoredBlock, Tensor, encode
-from ckpt.format.validation import file_of
+from ckpt.format.validation import check_readable, file_of
 from ckpt.saving.placement import DataFile
 from ckpt.saving.writer import Checksums, describe
 from ckpt.storage.local import write_file
@@ -67,11 +67,13 @@ def write_manifest(
     num_ranks: int = 0,
 ) -> None:
     """Write the manifest of finished files. `reports`: for each writer its file, if it leads one, and its checksums. `num_ranks`: see
-    `Manifest`."""
+    `Manifest`. ValueError for a manifest that no reader would take."""
     made = {entry["name"]: file_of(entry) for entry, _ in reports if entry is not None}
     files = (*(made[file.name] for file in contents.files), describe(folder / INDEX_NAME, {}))
     for writer, blocks in contents.written.items():
         for block, checksums in zip(blocks, reports[writer][1], strict=True):
             block.checksums = checksums
     manifest = Manifest(files, contents.tensors, contents.meta, sequence, time.time(), num_ranks=num_ranks)
-    write_file(folder / FILE_NAME, encode(manifest))
+    data = encode(manifest)
+    check_readable(data)
+    write_file(folder / FILE_NAME, data)

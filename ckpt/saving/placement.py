@@ -74,8 +74,9 @@ def lay_out(name: str, writers: Mapping[int, Sequence[Item]]) -> DataFile:
         placed[rank] = []
         steps: dict[str, int] = {}
         for tensor, dtype, box, _ in writers[rank]:
-            step = steps.get(dtype) or PAGE_BYTES // DTYPES[dtype].itemsize  # the first block of a rank in a dataset
-            steps[dtype] = BLOCK_BYTES // DTYPES[dtype].itemsize
+            if (step := steps.get(dtype)) is None:  # the first block of a rank in a dataset
+                itemsize = DTYPES[dtype].itemsize
+                step, steps[dtype] = PAGE_BYTES // itemsize, BLOCK_BYTES // itemsize
             start = -(-ends.get(dtype, 0) // step) * step
             ends[dtype] = start + prod(box.shape)
             placed[rank].append(Item(tensor, dtype, box, start))

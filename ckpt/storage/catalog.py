@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import overload
 
 from ckpt.format.hdf5 import INDEX_NAME
-from ckpt.format.manifest import FILE_NAME, CheckpointError, File, Manifest, OutOfReachError
+from ckpt.format.manifest import FILE_NAME, CheckpointError, File, Manifest, OutOfReachError, order_of
 from ckpt.format.validation import Header, decode, verified_header
 from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import (
@@ -70,7 +70,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
     FileNotFoundError if there is no such folder.
     """
     found = [info(path, name) for path, name in _candidates(folder_of_checkpoints(folder))]
-    return sorted(found, key=lambda c: (-1 if c.sequence is None else c.sequence, c.saved or 0.0, c.name))
+    return sorted(found, key=lambda c: (order_of(c.sequence or 0, c.saved or 0.0), c.name))
 
 
 def folder_of_checkpoints(folder: str | os.PathLike[str]) -> Place:
@@ -147,11 +147,7 @@ def _newest_complete(folder: Place) -> tuple[tuple[int, float], Place] | None:
     """The newest complete checkpoint there, after its sort key among those of several places."""
     if not folder.is_dir():
         return None
-    complete = (
-        ((header.sequence, header.saved), path)
-        for path, header in newest_first(folder)
-        if info(path, path.name).complete
-    )
+    complete = ((header.order, path) for path, header in newest_first(folder) if info(path, path.name).complete)
     return next(complete, None)
 
 
@@ -183,13 +179,13 @@ def newest_first(folder: Place) -> list[tuple[Place, Header]]:
             header = read_header(path)
         except (CheckpointError, OSError):
             continue
-        found.append((header.sequence, header.saved, name, path, header))
-    return [(path, header) for *_, path, header in sorted(found, key=lambda entry: entry[:3], reverse=True)]
+        found.append((header.order, name, path, header))
+    return [(path, header) for *_, path, header in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
 
 def newest_sequence(folder: Place) -> int:
-    """The number of the newest checkpoint in `folder`, 0 if there is none."""
-    return max((header.sequence for _, header in newest_first(folder)), default=0)
+    """The number of the newest checkpoint in `folder`, 0 if there is none. Absurd numbers do not count."""
+    return max((header.order[0] for _, header in newest_first(folder)), default=0)
 
 
 def info(path: Place, name: str) -> CheckpointInfo:

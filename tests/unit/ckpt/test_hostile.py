@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import forging
@@ -19,7 +20,8 @@ from forging import fit, forge, signed
 
 import ckpt
 from ckpt.check import audit, inspecting
-from ckpt.format.manifest import FILE_NAME, MAX_LINE_BYTES
+from ckpt.format.manifest import FILE_NAME, MAX_LINE_BYTES, MAX_SEQUENCE, MAX_SIZE
+from ckpt.saving import describing
 from ckpt.storage.local_path import LocalPath
 
 DATA, INDEX = "rank-00000.h5", "index.h5"
@@ -225,6 +227,42 @@ def test_what_no_reader_takes_is_not_saved(tmp_path):
         ckpt.save(tmp_path / "a", {"x" * 1025: np.zeros(2)}, comm=None)
     assert not list(tmp_path.iterdir())
     assert ckpt.open(ckpt.save(tmp_path / "a", {"x" * 1024: np.zeros(2)}, comm=None)).meta == {}
+
+
+@pytest.mark.parametrize("sequence", [MAX_SEQUENCE - 1, MAX_SEQUENCE, MAX_SEQUENCE + 1, MAX_SIZE - 1, MAX_SIZE])
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_the_number_of_a_stranger_beside_it(tmp_path, sequence, scheme):
+    """A checkpoint with an absurd number comes before all others; the next ones are complete, and the newest."""
+    folder, copies = tmp_path / "runs", tmp_path / "copies"
+    where = {"comm": None, "copies": [f"{scheme}{copies}"]}
+    for step in (1, 2):
+        ckpt.save(folder / f"step-{step}", {"x": np.ones(2)}, **where)
+    for place in (folder, copies):
+        header(place / "step-2", sequence=sequence)
+    for step in (3, 4):
+        path = ckpt.save(folder / f"step-{step}", {"x": np.full(2, step)}, **where)
+        for place in (folder, copies):
+            assert ckpt.open(place / path.name)["x"][0] == step and ckpt.latest(place).name == path.name
+            assert ckpt.list_checkpoints(place)[-1].name == path.name
+    again = ckpt.reshard(folder / "step-4", folder / "step-5", files=2, overwrite=True)
+    assert ckpt.open(again)["x"][0] == 4
+    if sequence > MAX_SEQUENCE:
+        assert [found.name for found in ckpt.list_checkpoints(folder)] == [f"step-{i}" for i in (2, 1, 3, 4, 5)]
+        ckpt.save(folder / "step-6", {}, keep=4, **where)
+        assert sorted(os.listdir(folder)) == ["latest", *(f"step-{i}" for i in (3, 4, 5, 6))]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_its_own_reader_refuses_is_not_saved(tmp_path, monkeypatch, background):
+    monkeypatch.setattr(describing, "Manifest", partial(describing.Manifest, chunk_bytes=100))
+
+    def save():
+        ckpt.save(tmp_path / "a", {"x": np.ones(2)}, comm=None, background=background)
+        ckpt.wait()
+
+    with pytest.raises(ValueError, match=r"no reader would take this checkpoint, so it is not saved: .*chunk_bytes"):
+        save()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_may_be_reached_by_a_link(tmp_path):
