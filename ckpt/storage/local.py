@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,9 @@ _VISIBLE_S = 10.0
 _BUFFER_BYTES = 4 << 20
 _BEGIN_BYTES = 16 << 20
 _SHARED_BYTES = 2 << 20  # two ranges may share a page of the page cache, which is rarely larger than this
+
+_CANNOT_FLUSH = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}
+"""What file systems say that have no `fsync` of folders. Others, such as EIO and ENOSPC, tell of names that are lost."""
 
 T = TypeVar("T")
 
@@ -30,6 +34,12 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(f"{path}: {error}") from error
     except RuntimeError as error:  # h5py raises it when it closes a file on a full disk
         raise OSError(f"{path}: {error}") from error
+
+
+def in_a_line(error: BaseException) -> str:
+    """The first line of a library's message about a file, whose names may have characters that control a terminal."""
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return "".join(character if character.isprintable() else "?" for character in line[:500])
 
 
 def check_free(folder: Path, nbytes: int) -> None:
@@ -103,17 +113,24 @@ def _new_file(path: Path, *, durable: bool, cached: bool) -> Iterator[int]:
         if durable:
             os.fsync(fd)
         if not cached:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # of a file system without a page cache
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 
 
 def flush(path: Path) -> None:
-    """Flush a file or a folder (its list of names) to disk."""
+    """Flush a file or a folder (its list of names) to disk.
+
+    A file system that cannot flush folders (CIFS, some of FUSE) decides by itself when names reach the disk.
+    """
     with naming(path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _CANNOT_FLUSH or not stat.S_ISDIR(os.fstat(fd).st_mode):
+                raise
         finally:
             os.close(fd)
 

@@ -1,5 +1,6 @@
 """All or nothing: names, replacement, retention, what dead jobs leave, and a crash at every step of a save."""
 
+import errno
 import os
 import re
 import resource
@@ -162,6 +163,43 @@ def test_the_umask_is_kept(tmp_path, mask):
 
 
 # Failures
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_flush_folders(tmp_path, monkeypatch, code):
+    """Every kind of save works there; an error of the disk stays one."""
+    flushed, flush = [], os.fsync
+
+    def fsync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        flushed.append(flush(fd))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = tmp_path / "runs" / "step-1"
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            save(path)
+        return
+    save(path, 1, copies=[tmp_path / "copy"])
+    save(path, 2, overwrite=True)
+    save(path.with_name("step-2"), 3, keep=1, background=True)
+    ckpt.wait()
+    (made,) = ckpt.export(path.with_name("step-2"), tmp_path / "x.safetensors")
+    ckpt.import_file(made, tmp_path / "imported")
+    assert value_of(ckpt.reshard(tmp_path / "imported", tmp_path / "again", files=2)) == 3
+    assert value_of(tmp_path / "copy" / "step-1") == 1 and names(path.parent) == [LATEST_NAME, "step-2"]
+    assert len(flushed) > 20
+
+
+def test_a_file_that_cannot_be_flushed_is_not_saved(tmp_path, monkeypatch):
+    def fsync(fd):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Invalid argument"):
+        save(tmp_path / "a")
+    assert names(tmp_path) == []
 
 
 def test_a_failed_write_names_the_file_and_leaves_the_previous_one(tmp_path):
