@@ -1,7 +1,7 @@
 """Imports: makes a checkpoint from the tensors of safetensors files or of a torch `.pt`."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,9 @@ from typing import Any
 from ckpt.convert.formats import safetensors, torch_file
 from ckpt.convert.rewriting import write_checkpoint
 from ckpt.convert.sources import PieceBuffer, Source, from_file, matching
+from ckpt.format.manifest import MAX_NAME, name_error
 from ckpt.saving.placement import Files
-from ckpt.storage.local_path import LocalFile
+from ckpt.storage.local_path import LocalFile, open_given
 from ckpt.storage.places import local_path
 from ckpt.storage.progress import Progress, no_progress
 from collectives.arrays.dtypes import DTYPES
@@ -60,6 +61,7 @@ def import_file(
 
 def _from_torch(file: Path, only: str | Sequence[str] | None, prefix: str) -> tuple[list[Source], dict[str, Any]]:
     tensors, others = torch_file.read(file)
+    _check_lengths(file, tensors)
     buffer = PieceBuffer()
     names = sorted(matching(list(tensors), only))
     return [torch_file.source_of(tensors[name], prefix + name, buffer) for name in names], others
@@ -72,6 +74,7 @@ def _from_safetensors(path: Path, only: str | Sequence[str] | None, prefix: str,
     found: dict[str, tuple[str, safetensors.StoredTensor]] = {}
     for file, wanted in safetensors.files_of(path):
         places = safetensors.places(file)
+        _check_lengths(file, places)
         safetensors.check_index(file, wanted, list(places))
         found |= {name: (file, place) for name, place in places.items() if wanted is None or name in wanted}
     buffer, sources = PieceBuffer(), []
@@ -81,10 +84,17 @@ def _from_safetensors(path: Path, only: str | Sequence[str] | None, prefix: str,
         dtype = safetensors.DTYPES.get(place.dtype)
         if dtype not in DTYPES:
             raise ValueError(
-                f"{name} in {file} has dtype {place.dtype}; a checkpoint has one of {', '.join(DTYPES)} (only= leaves it out)"
+                f"{safetensors.some([name])} in {file} has dtype {place.dtype}; a checkpoint has one of {', '.join(DTYPES)} (only= "
+                "leaves it out)"
             )
         if file not in files:
-            files[file] = LocalFile(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            files[file] = LocalFile(open_given(file))
             opened.callback(files[file].close)
         sources.append(from_file(files[file], place.position, file, prefix + name, dtype, place.shape, buffer))
     return sources
+
+
+def _check_lengths(file: str | os.PathLike[str], names: Iterable[str]) -> None:
+    """ValueError for a name that no checkpoint can have, and in which it would take long to look for patterns."""
+    if too_long := next((name for name in names if len(name) > MAX_NAME), None):
+        raise ValueError(f"{os.fspath(file)}: {name_error(too_long)}")

@@ -11,6 +11,10 @@ from pathlib import Path, PosixPath
 from ckpt.format.manifest import CheckpointError, File, OutOfReachError
 from ckpt.storage.local import copy_file, patient, write_file
 
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"
+}  # fmt: skip
+
 
 def open_folder(path: str | os.PathLike[str]) -> int:
     """A descriptor of a checkpoint's folder. Links may lead to the folder, but not to files in it. OSError if there is no folder."""
@@ -28,6 +32,28 @@ def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int
         os.close(fd)
         raise CheckpointError(f"{os.path.basename(path)} is no regular file")
     return fd
+
+
+def open_given(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read a file that a user or a checkpoint names. Links are followed, as those of a cache of models.
+
+    OSError if it is missing, or ValueError if it is no regular file. A pipe is not waited for, and a device is not opened.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        if stat.S_ISREG(mode := os.fstat(fd).st_mode):  # it may be another one by now
+            return fd
+        os.close(fd)
+    raise ValueError(f"{os.fspath(path)} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}; expected a regular file")
+
+
+def read_given(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """The bytes of such a file. ValueError also if it has more than `most_bytes`."""
+    with open(open_given(path), "rb") as file:
+        if (nbytes := os.fstat(file.fileno()).st_size) > most_bytes:
+            raise ValueError(f"{os.fspath(path)} has {nbytes} bytes; expected at most {most_bytes}")
+        return file.read(nbytes)
 
 
 class LocalPath(PosixPath):

@@ -8,6 +8,7 @@ names: `model.safetensors`, or several files and `model.safetensors.index.json`,
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from ckpt.convert.sources import Source, write_all
-from ckpt.storage.local import pwrite_all
+from ckpt.storage.local import in_a_line, pwrite_all
+from ckpt.storage.local_path import open_given, read_given
 from collectives.arrays.dtypes import dtype_of
 
 METADATA = "__metadata__"
@@ -33,6 +35,8 @@ DTYPES = {
 }  # fmt: skip
 """Our names of dtypes by the names in the format."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_INDEX_BYTES = 64 << 20
+_MAX_VALUES = 1 << 21  # of JSON, for 190,000 tensors in a file; each needs up to 100 bytes
 
 
 class FileTensor(NamedTuple):
@@ -64,17 +68,18 @@ def opened(file: str, framework: str) -> safe_open:
         raise ValueError(f"{file} is a folder; expected a safetensors file")
     if not os.path.exists(file):
         raise FileNotFoundError(f"{file} does not exist")
+    os.close(open_given(file))  # the library would wait for a pipe
     try:
         return safe_open(file, framework=framework)
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from None
+        raise ValueError(f"{file} is damaged, or no safetensors file: {in_a_line(error)}") from None
     except OSError as error:
-        raise OSError(f"{file} cannot be read: {error}") from None
+        raise OSError(f"{file} cannot be read: {in_a_line(error)}") from None
 
 
 def places(file: str) -> dict[str, StoredTensor]:
     """The tensors of a file by their names. Raises the errors of `opened`, and ValueError for a name that occurs twice."""
-    with opened(file, "numpy"), open(file, "rb") as content:  # the library has checked the header
+    with opened(file, "numpy"), open(open_given(file), "rb") as content:  # the library has checked the header
         length = int.from_bytes(content.read(8), "little")
         try:
             fields = _parsed(content.read(length))
@@ -104,31 +109,46 @@ def files_of(path: str | os.PathLike[str]) -> list[tuple[str, set[str] | None]]:
 
 def _indexed(index: Path) -> list[tuple[str, set[str] | None]]:
     try:
-        weight_map = _parsed(index.read_bytes())["weight_map"]
+        content = _parsed(read_given(index, _MAX_INDEX_BYTES))
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError("it has no weight_map, an object that gives the file of each tensor")
         files: dict[str, set[str]] = {}
         for name, file in weight_map.items():
-            if os.path.basename(file) != file:
-                raise ValueError(f"{file!r} is not the name of a file beside it")
+            if (
+                not isinstance(file, str)
+                or file in ("", ".", "..")
+                or os.path.basename(file) != file
+                or not file.isprintable()
+            ):
+                raise ValueError(f"{file!r:.200} is not the name of a file beside it")
             files.setdefault(str(index.parent / file), set()).add(name)
     except FileNotFoundError:
         raise FileNotFoundError(f"{index} does not exist") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{index} is damaged, or no index of weights: {error}") from None
     return [(file, names) for file, names in sorted(files.items())]
 
 
 def _parsed(text: bytes) -> Any:
-    """The parsed JSON `text`. ValueError if a key occurs twice, because some programs would take the first value, others the last."""
+    """The parsed JSON `text`. ValueError if a key occurs twice, because some programs would take the first value, others the last.
+
+    Also for text that would need far more memory than it has bytes, or is nested too deeply.
+    """
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in found if keys.count(key) > 1)
+            twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
             raise ValueError(f"the name {twice!r:.200} comes twice; expected names that are different")
         return found
 
-    return json.loads(text, object_pairs_hook=distinct)
+    if (num := sum(map(text.count, (b"[", b"{", b",", b":")))) > _MAX_VALUES:
+        raise ValueError(f"it has {num} values; expected at most {_MAX_VALUES}")
+    try:
+        return json.loads(text, object_pairs_hook=distinct)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def check_index(file: str, only: set[str] | None, names: Sequence[str]) -> None:
@@ -139,7 +159,8 @@ def check_index(file: str, only: set[str] | None, names: Sequence[str]) -> None:
 
 def some(names: Sequence[str]) -> str:
     """A few names, for an error's text."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
+    shown = [name if name.isprintable() else repr(name) for name in (name[:200] for name in names[:3])]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
 
 
 # Writing

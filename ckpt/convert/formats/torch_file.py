@@ -13,8 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile, ZipInfo
 
+from ckpt.convert.formats import torch_archive
 from ckpt.convert.sources import PieceBuffer, Source, from_array
-from ckpt.storage.local import pwrite_all
+from ckpt.storage.local import in_a_line, pwrite_all
+from ckpt.storage.local_path import open_given
 from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _HEADER_BYTES, _ENTRY_BYTES = 30, 46  # fixed parts of a zip file's record and of its entry in the directory
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _DESCRIPTOR = b"PK\x07\x08"
+_MAX_VALUES, _MAX_CHARACTERS, _MAX_DEPTH = 1 << 20, 64 << 20, 900
 
 
 def write(path: Path, sources: Sequence[Source]) -> None:
@@ -81,35 +84,33 @@ def _fill(fd: int, record: ZipInfo, source: Source) -> int:
 def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
     """The mapped tensors of a file, and its JSON-like values, each by its path: the keys that lead to it, joined with "/".
 
-    `torch.load(weights_only=True)` runs no code of the file. ValueError for values that it cannot read, and for two values with the
-    same path, for example with the keys 1 and "1".
+    `torch.load(weights_only=True)` runs no code of the file, and torch_archive.py bounds what else it does. ValueError for values that
+    it cannot read, for two values with the same path, for example with the keys 1 and "1", and on an older torch.
     """
     torch = _torch()
-    try:
-        with open(path, "rb"):  # reports a missing file by its name
-            pass
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read by torch.load(weights_only=True, mmap=True): {_reason(error)} (expected a dict of tensors in "
-            "the zip format that torch.save has written since torch 1.6; objects of classes are refused, since they could run code)"
-        ) from None
+    if problem := torch_archive.version_error(torch.__version__):
+        raise ValueError(f"{path} is not read: {problem}")
+    with open(open_given(path), "rb") as file:
+        try:
+            torch_archive.check(file)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # a damaged pickle leads torch to any of them
+            raise ValueError(
+                f"{path} cannot be read by torch.load(weights_only=True, mmap=True): {_reason(error)} (expected a dict of tensors in "
+                "the zip format that torch.save has written since torch 1.6; objects of classes are refused, since they could run code)"
+            ) from None
     if torch.is_tensor(content):
         raise ValueError(
             f"{path} holds a bare tensor, which has no name; expected a dict of tensors: torch.save({{'name': tensor}}, file)"
         )
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    try:
-        leaves = list(_leaves("", "", content))
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply, or holds a dict or a list that contains itself") from None
-    for name, place, leaf in leaves:
+    places: dict[str, _Place] = {}
+    for name, place, leaf in _leaves(content, path):
         if name in places:
             raise ValueError(
-                f"{path}: {places[name]} and {place} are both called {name!r} in a checkpoint, where keys are texts with '/' between; "
-                "expected keys that make different names"
+                f"{path}: {_shown(places[name])} and {_shown(place)} are both called {name!r} in a checkpoint, where keys are texts "
+                "with '/' between; expected keys that make different names"
             )
         places[name] = place
         if torch.is_tensor(leaf):
@@ -127,22 +128,50 @@ def _reason(error: BaseException) -> str:
     """torch's message about the file, without its advice to run the code in the file."""
     if isinstance(error, pickle.UnpicklingError) and isinstance(error.__context__, pickle.UnpicklingError):
         error = error.__context__  # the reason, which torch wraps in the advice
-    line = next(iter(str(error).splitlines()), type(error).__name__).partition(" Please use ")[0]
-    return "".join(character if character.isprintable() else "?" for character in line)  # names come from the file
+    return in_a_line(error).partition(" Please use ")[0]
 
 
-def _leaves(name: str, place: str, value: Any) -> Iterator[tuple[str, str, Any]]:
-    """Each value in nested dicts and lists: its path, its place in Python's notation ("['a'][0]"), and the value."""
-    if isinstance(value, Mapping) and value:
-        pairs: Any = value.items()
-    elif isinstance(value, list | tuple) and value:
-        pairs = enumerate(value)
-    else:
-        if not isinstance(value, Mapping | list | tuple):
+_Place = tuple[Any, ...]
+"""A key, and the place of the dict or list that has it; () for the whole content."""
+
+
+def _leaves(content: Any, path: Path) -> Iterator[tuple[str, _Place, Any]]:
+    """Each value in nested dicts and lists, with its path and its place.
+
+    A list may be in many lists, so a few bytes may stand for any number of values: ValueError for more than a checkpoint could hold.
+    """
+    num = num_characters = 0
+    stack: list[tuple[str, _Place, int, Iterator[tuple[Any, Any]]]] = [("", (), 0, iter([("", content)]))]
+    while stack:
+        before, above, depth, pairs = stack[-1]
+        if (pair := next(pairs, None)) is None:
+            stack.pop()
+            continue
+        key, value = pair
+        name = f"{before}/{key}" if before else str(key)
+        place = (key, above) if depth else ()
+        num, num_characters = num + 1, num_characters + len(name) + (len(value) if isinstance(value, str) else 0)
+        if num > _MAX_VALUES or num_characters > _MAX_CHARACTERS:
+            raise ValueError(
+                f"{path} holds more values or longer texts than a checkpoint can: those of a list in several lists count in each"
+            )
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"{path} is nested too deeply, or holds a dict or a list that contains itself")
+        if isinstance(value, Mapping):
+            stack.append((name, place, depth + 1, iter(value.items())))
+        elif isinstance(value, list | tuple):
+            stack.append((name, place, depth + 1, iter(enumerate(value))))
+        else:
             yield name, place, value
-        return
-    for key, inner in pairs:
-        yield from _leaves(f"{name}/{key}" if name else str(key), f"{place}[{key!r:.200}]", inner)
+
+
+def _shown(place: _Place) -> str:
+    """A place in Python's notation: "['a'][0]"."""
+    keys = []
+    while place:
+        key, place = place
+        keys.append(f"[{key!r:.200}]")
+    return "".join(reversed(keys))
 
 
 def source_of(tensor: "torch.Tensor", name: str, buffer: PieceBuffer) -> Source:
