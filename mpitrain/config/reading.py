@@ -124,9 +124,16 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _read_text(text: str, source: str) -> dict[str, Any]:
     """Values of a TOML document by full name; errors name `source`."""
     try:
-        document = tomllib.loads(text)
-    except ValueError as error:
+        return _values_of(tomllib.loads(text), source)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a number of too many digits is no TOMLDecodeError
         raise ConfigError(f"settings file {source} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"settings file {source} is nested too deeply; expected sections with settings") from None
+
+
+def _values_of(document: Mapping[str, Any], source: str) -> dict[str, Any]:
     types = kinds()
     sections = {name.partition(".")[0] for name in types if "." in name}
     values: dict[str, Any] = {}

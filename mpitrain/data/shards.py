@@ -43,17 +43,31 @@ class ShardList(NamedTuple):
     checksums: Mapping[str, bytes] = {}
     versions: Mapping[str, str] = {}
 
+    @property
+    def plain_bytes(self) -> int:
+        """The bytes of `packed` before it is compressed, at most: paths are not shorter than names."""
+        return 8 + sum(9 + 4 * len(path) for path in self.paths)
+
     def packed(self) -> bytes:
         """The names and sizes for a checkpoint. Each start reads the checksums and versions anew."""
         names = "\0".join(self.names).encode(errors="surrogateescape")
         return zlib.compress(np.int64(len(self.names)).tobytes() + self.sizes.astype("<i8").tobytes() + names, 6)
 
 
-def unpacked(data: bytes) -> tuple[tuple[str, ...], np.ndarray]:
-    """The names and sizes of `packed`."""
-    plain = zlib.decompress(data)
+def unpacked(data: bytes, most_bytes: int = 1 << 30) -> tuple[tuple[str, ...], np.ndarray]:
+    """The names and sizes of `packed`. ValueError if they are damaged, or need more than `most_bytes`."""
+    inflated = zlib.decompressobj()
+    try:
+        plain = inflated.decompress(data, most_bytes)
+    except zlib.error as error:
+        raise ValueError(f"data: the checkpoint's list of shards is damaged: {error}") from None
+    if not inflated.eof:
+        what = f"has more than {most_bytes} bytes" if len(plain) == most_bytes else "is cut off"
+        raise ValueError(f"data: the checkpoint's list of shards {what}")
     num = int.from_bytes(plain[:8], "little")
     names = plain[8 + 8 * num :].decode(errors="surrogateescape").split("\0")
+    if len(plain) < 8 + 8 * num or len(names) != num:
+        raise ValueError(f"data: the checkpoint's list of shards is damaged: it has {len(names)} names, and says {num}")
     return tuple(names), np.frombuffer(plain, "<i8", num, 8).astype(np.int64)
 
 

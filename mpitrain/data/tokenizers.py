@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ckpt.storage.local import in_a_line
+from ckpt.storage.local_path import read_given
 from mpitrain.config import ConfigError, DataConfig
 from mpitrain.data.engines import Encode, choose, encode_by
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 """The setting `data.tokenizer` for tokens that are bytes."""
 
+_MAX_BYTES = 256 << 20
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -78,13 +81,17 @@ class JsonTokenizer:
         except ImportError:
             raise ImportError('data.tokenizer: a tokenizer.json needs pip install "mpitrain[tokenizers]"') from None
         try:
-            data = Path(path).expanduser().read_bytes()
+            data = read_given(Path(path).expanduser(), _MAX_BYTES)
         except OSError as error:
             raise ConfigError(f"data.tokenizer: {path} cannot be read: {error.strerror or error}") from None
+        except (ValueError, RuntimeError) as error:  # no regular file, or no home for "~"
+            raise ConfigError(f"data.tokenizer: {error}") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # the library raises its base class
-            raise ConfigError(f"data.tokenizer: {path} is no tokenizer.json: {error}") from None
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises Exception, or what its Rust makes of a panic
+            raise ConfigError(f"data.tokenizer: {path} is no tokenizer.json: {in_a_line(error)}") from None
         self._tokenizer.no_truncation()  # files of models for short texts ask for it, and for padding
         self._tokenizer.no_padding()
         self.name = f"{Path(path).name} {hashlib.blake2b(data, digest_size=8).hexdigest()}"

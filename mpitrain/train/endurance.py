@@ -20,7 +20,7 @@ from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.lease import Lease, first_number, read_lease
 from mpitrain.elastic.survive import Progress, Recovered, going_on
 from mpitrain.rank0 import on_rank0
-from mpitrain.train.checkpoints.saving import Age
+from mpitrain.train.checkpoints.meta import Age
 from mpitrain.train.run import Run
 from mpitrain.weights.state import Collected
 

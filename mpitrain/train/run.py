@@ -27,6 +27,7 @@ from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.marks import LOCK, is_left_behind
 from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import write_event
+from mpitrain.train.checkpoints.meta import age_of
 
 
 class Run:
@@ -85,7 +86,7 @@ class Run:
                 f"{damaged[-1].path}: {damaged[-1].problem}; the run has no other checkpoint that is complete. "
                 "--resume never starts at step 0 and renames this run's folder"
             )
-        if self._origin and (newest is None or ckpt.open(newest).meta.get("lease", 0) < self._first_lease):
+        if self._origin and (newest is None or age_of(newest).lease < self._first_lease):
             newest = ckpt.find(self._origin)
         self._check_way(config, newest)
         if newest is None:

@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 import ckpt
+from ckpt.storage.local import in_a_line
+from ckpt.storage.places import Place
 from mpitrain.config import from_text
 from mpitrain.data.tokenizers import Tokenizer, load_tokenizer
-from mpitrain.models import build, sample_tokens
-from mpitrain.train.checkpoints.saving import read_meta
+from mpitrain.models import TransformerConfig, build, sample_tokens
+from mpitrain.train.checkpoints.meta import read_meta
 from mpitrain.weights import state
 
 _NO_CHARACTER = "\ufffd".encode()
@@ -31,6 +33,7 @@ def sample(
     folder = ckpt.find(path)
     config = from_text(read_meta(folder)["config"], str(folder))
     sizes = config.model.resolve()
+    _check_fit(folder, sizes)
     data = config.data if tokenizer_file is None else replace(config.data, tokenizer=tokenizer_file)
     tokenizer = load_tokenizer(data, vocab=sizes.vocab)
     if tokenizer is None:
@@ -49,6 +52,26 @@ def sample(
         seed=seed,
         device=torch.device("cpu"),
     )
+
+
+def _check_fit(folder: Place, sizes: TransformerConfig) -> None:
+    """CheckpointError unless the tensors of the checkpoint are those of a model of these sizes: a stranger's config may say anything.
+
+    Nothing of the model's size is allocated.
+    """
+    there = {name: entry.shape for name, entry in ckpt.open(folder).items() if name.startswith("model/")}
+    problem = f"{folder}: the config in its meta does not fit its tensors"
+    if sizes.layers > len(there):
+        raise ckpt.CheckpointError(f"{problem}: {sizes.layers} layers, and {len(there)} tensors of the model")
+    try:
+        with torch.device("meta"):
+            model = build(sizes)
+    except RuntimeError as error:  # more elements than there are numbers
+        raise ckpt.CheckpointError(f"{problem}: {in_a_line(error)}") from None
+    for name, param in model.named_parameters():
+        if (shape := there.get(f"model/{name}")) != param.shape:
+            has = "it has no such tensor" if shape is None else f"it has {shape}"
+            raise ckpt.CheckpointError(f"{problem}: {name} would have the shape {tuple(param.shape)}, and {has}")
 
 
 def write(

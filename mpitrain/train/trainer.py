@@ -24,6 +24,7 @@ from mpitrain.train import stop
 from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.totals import LossTotal
 from mpitrain.train.checkpoints import saving
+from mpitrain.train.checkpoints.meta import age_of
 from mpitrain.train.checkpoints.state import TrainingState
 from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
 from mpitrain.train.evaluation import Evaluator
@@ -215,7 +216,7 @@ class Trainer:
         start = self._folder.start
         copies, step = None, 0
         if not self.config.train.eval_only:
-            age = on_rank0(self.comm, lambda: saving.age_of(start))
+            age = on_rank0(self.comm, lambda: age_of(start))
             copies, step = self._endurance.find(age), age.step
             self._is_in_copies_alone = copies is not None and (copies.step > step or lasting is None)
         is_recovery = lasting is not None and lasting.recovered is not None

@@ -86,11 +86,11 @@ class SavedCopies:
 
     def _num(self, there: There) -> int:
         """The number of copies in the checkpoint."""
-        return int(there.meta.get("diloco", {}).get("copies", 1))
+        return int((there.part("diloco") or {}).get("copies", 1))
 
     def _has_inner(self, there: There) -> bool:
         """Whether the checkpoint has inner parameters, and the steps go on as local ones."""
-        return self._diloco.is_local and bool(there.meta.get("diloco", {}).get("is_apart", False))
+        return self._diloco.is_local and bool((there.part("diloco") or {}).get("is_apart", False))
 
     def _is_new(self, there: There) -> bool:
         """Whether the checkpoint has no inner parameters for this copy, which takes the outer ones."""

@@ -98,7 +98,7 @@ def choose(
     if only is None and (there is None or RECORD not in there.meta):
         return None
     with ranks.together(doing):
-        given: Any = there.meta[RECORD] if only is None and there is not None else only
+        given: Any = there.part(RECORD) if only is None and there is not None else only
         is_empty = isinstance(given, Collection) and not len(given)  # as on a stage that trains nothing
         patterns = () if is_empty else patterns_of(given)
     if stages is not None and stages.size > 1:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import ckpt
+from mpitrain.weights.meta.parts import part_of_meta
 
 
 class StoredTensor(NamedTuple):
@@ -19,6 +20,10 @@ class There(NamedTuple):
     path: str
     tensors: dict[str, StoredTensor]
     meta: dict[str, Any]
+
+    def part(self, name: str) -> Any:
+        """What the meta has of one kind of state, such as "optimizer", or None. ckpt.CheckpointError if its types are wrong."""
+        return part_of_meta(self.meta, name, self.path)
 
 
 class Saved(Protocol):

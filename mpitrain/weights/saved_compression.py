@@ -101,7 +101,7 @@ class SavedCompression:
         rooms = self._to_average(there)
         for name, room in rooms if self._stages is None else _of_all_stages(rooms, self._stages):
             self._read({name: room}, only=[name])
-        its, meta = self._its, there.meta.get("compression")
+        its, meta = self._its, there.part("compression")
         if meta is None:
             its.reset()
             return

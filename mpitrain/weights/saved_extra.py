@@ -12,7 +12,7 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.weights.extra_state import extra_states, modules_with_extra_state
-from mpitrain.weights.meta.plain_values import decoded, encoded, is_small, small_tensor
+from mpitrain.weights.meta.plain_values import decoded, encoded, is_small, small_tensor, torch_dtype
 from mpitrain.weights.saved import There
 
 
@@ -50,14 +50,14 @@ class SavedExtraState:
     def room(self, there: There) -> dict[str, Any]:
         """Older versions saved an extra state that is a tensor among the model's, which is passed over."""
         self._tensors = {
-            path: torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+            path: torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
             for path, stored in there.tensors.items()
-            if path.startswith("extra_state/") and path.split("/", 2)[2] in self._modules
+            if path.startswith("extra_state/") and path.partition("/")[2].partition("/")[2] in self._modules
         }
         return {**self._tensors, **{f"model/{name}": () for name in self._modules if f"model/{name}" in there.tensors}}
 
     def loaded(self, there: There) -> None:
-        saved: Mapping[str, Any] = there.meta.get("extra_state", {})
+        saved: Mapping[str, Any] = (there.part("extra_state") if self._modules else None) or {}
         for name, module in self._modules.items():
             if name in saved:
                 module.set_extra_state(decoded(saved[name], self._tensor))

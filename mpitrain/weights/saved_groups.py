@@ -81,7 +81,8 @@ class SavedGroups:
 
     def begin(self, there: There) -> None:
         """Find the settings that `take` gives to the groups. ckpt.CheckpointError if the groups there are others."""
-        saved = there.meta["optimizer"]
+        saved = there.part("optimizer")
+        assert saved is not None
         groups, names = saved["groups"], saved.get("names")
         if names is not None:
             places = self._places(there.path, names, [json.dumps(its, sort_keys=True) for its in groups])

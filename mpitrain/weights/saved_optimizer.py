@@ -17,7 +17,7 @@ from collectives import Communicator
 from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.held import Held
-from mpitrain.weights.meta.plain_values import check_dense, decoded, encoded, small_tensor
+from mpitrain.weights.meta.plain_values import check_dense, decoded, encoded, small_tensor, torch_dtype
 from mpitrain.weights.saved import StoredTensor, There
 from mpitrain.weights.saved_groups import SavedGroups
 
@@ -123,7 +123,7 @@ class SavedOptimizer:
 
     def _check(self, there: There) -> None:
         """CheckpointError if the checkpoint has no optimizer or, if settings are loaded, one of another class or with other groups."""
-        path, saved = there.path, there.meta.get("optimizer")
+        path, saved = there.path, there.part("optimizer")
         if saved is None:
             raise ckpt.CheckpointError(f"{path} was saved without an optimizer; load it without one")
         saved_kind, kind = saved.get("kind"), type(self._optimizer).__name__  # older checkpoints do not name it
@@ -145,7 +145,7 @@ class SavedOptimizer:
                 shape = param.shape if has_rows else tensor.shape
                 # In the dtype of the save; but in that of the parameter if it was so there, and `cast` changes it.
                 follows = has_rows and tensor.dtype == there.tensors[f"model/{name}"].dtype
-                value = torch.zeros(shape, dtype=param.dtype if follows else getattr(torch, tensor.dtype))
+                value = torch.zeros(shape, dtype=param.dtype if follows else torch_dtype(tensor.dtype))
                 self._loaded.setdefault(param, {})[key] = value
                 found[f"optimizer/{key}/{name}"] = held(value, param)
                 if self._copies is not None:
@@ -245,7 +245,7 @@ def _stored(there: There) -> dict[str, list[tuple[str, StoredTensor, bool]]]:
     """By parameter the keys of its state in a checkpoint, and whether the tensor has an element for each of the parameter's."""
     entries = []
     for path, tensor in there.tensors.items():
-        if path.startswith("optimizer/"):
+        if path.startswith("optimizer/") and path.count("/") > 1:  # `ckpt.load` complains of others
             _, key, name = path.split("/", 2)
             param = there.tensors.get(f"model/{name}")
             entries.append((name, key, tensor, None if param is None else param.shape))

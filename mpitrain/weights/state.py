@@ -220,7 +220,7 @@ def load(
         model, optimizer, names, ema, comm, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read
     )
     if (diloco := diloco_of(model)) is not None:  # first: in local steps the model's tensors are the outer parameters
-        diloco.load_state_dict(there.meta.get("diloco", {}), None if chosen is None else chosen.names)
+        diloco.load_state_dict(there.part("diloco") or {}, None if chosen is None else chosen.names)
     wanted = dict(tensors or {})
     with ranks.together(doing):
         _check_room(wanted)
@@ -239,10 +239,16 @@ def load(
         read_only = [pattern for pattern in read_only if pattern not in wanted or pattern in there.tensors]
     read(arrays, only=read_only, strict=strict, cast=cast)
     _write_back(model, {name: wanted[name] for name in arrays}, arrays)
-    for kind in kinds:
-        kind.loaded(there)
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    return user_meta.restored(there.meta, device)
+    with ranks.together(doing):  # the meta of a stranger may hold anything
+        for kind in kinds:
+            if not isinstance(kind, SavedCompression | SavedCopies):
+                kind.loaded(there)
+        device = next((param.device for param in model.parameters()), torch.device("cpu"))
+        meta_of_program = user_meta.restored(there.meta, device)
+    for kind in kinds:  # which exchange messages
+        if isinstance(kind, SavedCompression | SavedCopies):
+            kind.loaded(there)
+    return meta_of_program
 
 
 def _kinds(

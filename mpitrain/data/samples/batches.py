@@ -11,12 +11,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import collectives
+from ckpt.convert.formats import torch_archive
 from collectives import Communicator, Mesh
 from mpitrain.data.samples.randomness import generators_kept
 from mpitrain.data.samples.rows import Collate, IterableRows, MapRows, Place, Rows, Share, set_epoch
 from mpitrain.data.samples.workers import check_start, deaths_of_workers, launcher_variables_dropped, started
 from mpitrain.sharding.slices import Slices
 
+_MAX_COUNT = 1 << 53
 _DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 
 
@@ -84,8 +86,9 @@ class DatasetBatches(Batches):
                         f"batches: the state was saved with {name} {state.get(name)}, got {now}: the samples would be others; "
                         "pass the same dataset and settings"
                     )
+            step, epoch, sample = (_count(state, name) for name in ("step", "epoch", "sample"))
         self._iterator = None
-        self.step, self._place = state["step"], Place(state["epoch"], state["sample"])
+        self.step, self._place = step, Place(epoch, sample)
 
     def _order(self) -> dict[str, Any]:
         """What decides which sample a place means."""
@@ -128,14 +131,17 @@ class LoaderBatches(Batches):
         with self._comm.together():
             if (kind := state.get("kind")) != "StatefulDataLoader":
                 raise ValueError(f"batches: expected the state of a StatefulDataLoader, got one of the kind {kind!r}")
-            if (num := len(state["ranks"])) != self._data.size:
+            if not isinstance(of_ranks := state.get("ranks"), list):
+                raise ValueError(f"batches: the state has no list of the ranks' states, but {of_ranks!r:.100}")
+            step, epoch = _count(state, "step"), _count(state, "epoch")
+            if (num := len(of_ranks)) != self._data.size:
                 raise ValueError(
                     f"batches: the state of a StatefulDataLoader is of {num} data ranks, got {self._data.size}: each has a place of "
                     f"its own; start {num}, or pass the dataset itself, which goes on at any number"
                 )
             self._iterator = None
-            self._loader.load_state_dict(_unpacked(state["ranks"][self._data.rank]))
-        self.step, self._epoch, self._is_resumed = state["step"], state["epoch"], True
+            self._loader.load_state_dict(_unpacked(of_ranks[self._data.rank]))
+        self.step, self._epoch, self._is_resumed = step, epoch, True
 
     def _read(self) -> Any:
         while True:
@@ -268,6 +274,13 @@ def _check_loader(loader: DataLoader[Any], **settings: Any) -> None:
         raise ValueError(f"batches: {given[0]}: a StatefulDataLoader has its own setting; leave this one out")
 
 
+def _count(state: Mapping[str, Any], name: str) -> int:
+    """A number of a state. ValueError if it is none: a checkpoint of a stranger may have anything there."""
+    if type(number := state.get(name)) is not int or not 0 <= number <= _MAX_COUNT:
+        raise ValueError(f"batches: the state has {name} {number!r:.100}; expected a number from 0 to {_MAX_COUNT}")
+    return number
+
+
 def _packed(state: Any) -> str:
     """A state as text. TypeError if it has objects that only a pickle can keep: reading one runs code."""
     file = io.BytesIO()
@@ -283,5 +296,11 @@ def _packed(state: Any) -> str:
     return text
 
 
-def _unpacked(text: str) -> Any:
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+def _unpacked(text: Any) -> Any:
+    """The state of `_packed`. ValueError for a text that is none, or whose state would be larger than it."""
+    if not isinstance(text, str):
+        raise ValueError(f"batches: the state of a rank is a {type(text).__name__}; expected text")
+    file = io.BytesIO(base64.b64decode(text))
+    torch_archive.check(file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -10,7 +10,11 @@ from mpitrain.data.positions import Positions
 from mpitrain.data.shards import unpacked
 from mpitrain.data.streaming.feed import CHUNK, AllOnOtherSideError
 from mpitrain.data.streaming.lanes import NUM_INTEGERS, OpenLanes, Recipe, rows_per_lane
+from mpitrain.data.streaming.saved import check
 from mpitrain.data.streaming.stream import LaneStates, Rows, Stream
+
+_MAX_PLACE = 1 << 53
+_LEAST_LIST_BYTES = 64 << 20  # in memory, of a checkpoint's list of shards
 
 
 class DocumentBatches(Positions):
@@ -70,8 +74,9 @@ class DocumentBatches(Positions):
     def shapes(self, meta: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
         """The shapes and dtypes of the tensors of a checkpoint: `lanes`, the states of all lanes, and those of `described`.
 
-        ValueError if the state is of other sources, or of settings with which its places would mean others.
+        ValueError if the state is of other sources, or of settings with which its places would mean others; or if `meta` is none.
         """
+        check(meta)
         there, here = (
             [(each["name"], each["field"]) for each in its]
             for its in (meta["sources"], [source.meta() for source in self._new.sources])
@@ -95,9 +100,12 @@ class DocumentBatches(Positions):
         `next_sample`: the number of samples before it. What is left out since then may follow.
         """
         lanes = np.asarray(tensors["lanes"])
+        if lanes.size and not 0 <= lanes.min() <= lanes.max() <= _MAX_PLACE:
+            raise ValueError(f"data: the checkpoint has places in the documents from {lanes.min()} to {lanes.max()}")
         sources = []
         for index, (source, saved) in enumerate(zip(self._new.sources, meta["sources"], strict=True)):
-            names, sizes = unpacked(np.asarray(tensors[f"shards/{source.name}"]).tobytes())
+            listed = np.asarray(tensors[f"shards/{source.name}"]).tobytes()
+            names, sizes = unpacked(listed, most_bytes=_LEAST_LIST_BYTES + 4 * source.shards.plain_bytes)
             sources.append(source.resumed(saved, names, sizes, furthest=int(lanes[:, index, CHUNK].max())))
         self._begin(replace(self._new, sources=tuple(sources), lanes=int(meta["lanes"])))
         self._stream.load(next_sample // self.lanes, lanes)

@@ -11,6 +11,7 @@ from mpitrain.data.shards import ShardList
 from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
 
 _MOST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 4 << 20, 4 << 10
+_MANY_CHUNKS = 1 << 20  # but a run may have more if they are not small
 _CHUNKS_PER_LANE = 16  # in an epoch, as far as the limits of a chunk allow: else lanes are in several epochs at a time
 
 
@@ -42,6 +43,10 @@ class Source:
         """
         eras = tuple((int(first), int(count)) for first, count in saved["eras"])
         chunk_bytes = int(saved["chunk_bytes"])
+        if (total := int(sizes.sum())) // chunk_bytes > max(total // _LEAST_CHUNK_BYTES, _MANY_CHUNKS):
+            raise ValueError(
+                f"data: the checkpoint has chunks of {chunk_bytes} bytes for {total}; no run makes so many"
+            )
         if tuple(names) == self.shards.names and np.array_equal(sizes, self.shards.sizes):  # the usual case
             return replace(self, chunk_bytes=chunk_bytes, eras=eras)
         now = {name: index for index, name in enumerate(self.shards.names)}

@@ -197,8 +197,13 @@ class RankBatches:
                 kept["data/lanes"] = [ckpt.Shard(states, shape, (first, 0, 0)) for first, states in own.pieces()]
         return meta, kept
 
-    def room(self, meta: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Memory for the tensors of `state`. `meta`: of the checkpoint. ValueError if it is of other data."""
+    def room(
+        self, meta: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Memory for the tensors of `state`. `meta`: of the checkpoint. `stored`: the shapes of its tensors; None: they fit its meta.
+
+        ValueError if it is of other data, or if its meta tells of other tensors than it has.
+        """
         if bool(meta) != isinstance(self.train, DocumentBatches):
             raise ValueError(
                 f"data.path: the run was saved with {'documents' if meta else 'text or tokens'}, and its place in these data is not "
@@ -206,8 +211,15 @@ class RankBatches:
             )
         if not isinstance(self.train, DocumentBatches):
             return {}
+        wanted = {f"data/{name}": of_tensor for name, of_tensor in self.train.shapes(meta).items()}
         self._check_lanes(meta["lanes"])
-        return {f"data/{name}": np.empty(shape, kind) for name, (shape, kind) in self.train.shapes(meta).items()}
+        for name, (shape, _) in wanted.items():
+            if stored is not None and (found := stored.get(name)) != shape:
+                its = "no such tensor" if found is None else f"one of shape {found}"
+                raise ValueError(
+                    f"data: the checkpoint's meta tells of {name!r:.200}, of shape {shape}, and it has {its}"
+                )
+        return {name: np.empty(shape, kind) for name, (shape, kind) in wanted.items()}
 
     def load(self, step: int, next_sample: int, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
         """Go on after `step` steps, with the tensors of a checkpoint. ValueError if shards of that time are missing or changed.

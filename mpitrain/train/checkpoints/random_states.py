@@ -24,12 +24,17 @@ def pack(device: torch.device) -> np.ndarray:
 
 
 def unpack(row: np.ndarray, device: torch.device) -> None:
-    """Restore the states of `pack`. NumPy and Python draw normals in pairs; the stored half of a pair is lost."""
+    """Restore the states of `pack`. NumPy and Python draw normals in pairs; the stored half of a pair is lost.
+
+    ValueError or RuntimeError for bytes that are no states.
+    """
     size = torch.get_rng_state().numel()
     flat = row.reshape(-1)
     numpy, python = flat[size : size + 4 * _WORDS], flat[size + 4 * _WORDS : size + 8 * _WORDS]
     torch.set_rng_state(torch.from_numpy(flat[:size].copy()))
     words = numpy.copy().view(np.uint32)
+    if int(words[-1]) >= _WORDS:  # NumPy would read behind its state
+        raise ValueError(f"a place in {_WORDS - 1} words is {int(words[-1])}")
     np.random.set_state(("MT19937", words[:-1], int(words[-1]), 0, 0.0))
     random.setstate((3, tuple(python.copy().view(np.uint32).tolist()), None))
     if device.type == "cuda":

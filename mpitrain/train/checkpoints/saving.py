@@ -3,7 +3,6 @@
 With slices a checkpoint has no random states, because each forward is seeded by the step and the slice.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 import ckpt
+from ckpt.storage.local import in_a_line
 from collectives import Communicator
 from mpitrain.config import CheckpointConfig, Config, ConfigError, ParallelConfig, differences, from_text, to_toml
 from mpitrain.elastic.lease import Lease
@@ -24,10 +24,10 @@ from mpitrain.sharding import DiLoCo
 from mpitrain.sharding.unit.registry import diloco_of
 from mpitrain.sharding.unit.wires import chosen_format
 from mpitrain.train.checkpoints import random_states
+from mpitrain.train.checkpoints.meta import checked, wires_of
 from mpitrain.weights import state
 
 _RANDOM = "random/states"
-_EXPECTED = ("step", "config", "num_ranks", "data")
 _WIRES = ("wire", "wire_weights")
 """Settings of `parallel`, of which a checkpoint has what "auto" has chosen."""
 
@@ -120,7 +120,7 @@ def load(
     fingerprint: str,
     seed_of: int,
     hardware: dict[str, Any],
-    room: Callable[[Mapping[str, Any]], dict[str, np.ndarray]],
+    room: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], dict[str, np.ndarray]],
     is_own: bool,
 ) -> Resumed:
     """Load a state that `save` wrote on any number of ranks. Collective. `parallel`: of `settle_wires`. `hardware`: of
@@ -132,7 +132,7 @@ def load(
     and without slices. `seed_of`: a number with which this rank's generators are seeded if they get no state.
     ckpt.CheckpointError on all ranks if it is missing, damaged or not of the main job; ConfigError if it has another model.
     """
-    meta = on_rank0(comm, lambda: _checked_meta(source.entries().meta, source))
+    meta, shapes = on_rank0(comm, lambda: _read(source))
     with comm.together():
         saved = from_text(meta["config"], str(source))
         _check_model(saved, config, source)
@@ -143,7 +143,7 @@ def load(
             )
         documents = meta["data"].get("documents", {})
         try:
-            of_data = room(documents)
+            of_data = room(documents, shapes)
             other_data = ""
         except ValueError as error:
             if is_own:
@@ -163,7 +163,11 @@ def load(
     if (diloco := diloco_of(model)) is not None:
         remarks += _of_copies(diloco, meta)
     if tensors:
-        random_states.unpack(rows, device)
+        with comm.together():
+            try:
+                random_states.unpack(rows, device)
+            except (RuntimeError, ValueError) as error:
+                raise ckpt.CheckpointError(f"{source}: its random states are none: {in_a_line(error)}") from None
     elif not config.train.slices:
         seed_all(config.train.seed + step, seed_of)
         then, now = (
@@ -233,51 +237,16 @@ def settle_wires(parallel: ParallelConfig, comm: Communicator, start: Path | ckp
     asked = [name for name in _WIRES if getattr(parallel, name) == "auto"]
     if not asked:
         return parallel
-    kept = on_rank0(comm, lambda: _wires_of(start, comm))
+    kept = on_rank0(comm, lambda: wires_of(start, comm.size, comm.num_nodes))
     found: dict[str, Any] = {name: kept.get(name) or chosen_format(comm, "auto") for name in asked}
     return replace(parallel, **found)
 
 
-def _wires_of(start: Path | ckpt.Url | None, comm: Communicator) -> dict[str, Any]:
-    """The formats of a checkpoint that was saved on the same numbers of ranks and nodes; empty without one."""
-    try:
-        meta = {} if start is None else ckpt.open(start).meta
-    except ckpt.CheckpointError:  # loading the checkpoint reports the error, or reads a copy
-        return {}
-    wires = meta.get("wires", {})
-    return wires if (meta.get("num_ranks"), wires.get("num_nodes")) == (comm.size, comm.num_nodes) else {}
-
-
-class Age(NamedTuple):
-    """When a checkpoint was saved: the id of the elastic run, "" if it was not elastic, the number of its lease, and the steps done."""
-
-    run: str = ""
-    lease: int = 0
-    step: int = 0
-
-
-def age_of(start: Path | ckpt.Url | None) -> Age:
-    """The age of a checkpoint. Age() without one, or if it cannot be read: a load then reports the error."""
-    try:
-        meta = {} if start is None else ckpt.open(start).meta
-        return Age(str(meta.get("lease_run", "")), int(meta.get("lease", 0)), int(meta.get("step", 0)))
-    except ckpt.CheckpointError:
-        return Age()
-
-
-def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The meta of a checkpoint that `write` wrote. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
-    return _checked_meta(ckpt.open(path).meta, os.fspath(path))
-
-
-def _checked_meta(meta: dict[str, Any], where: object) -> dict[str, Any]:
-    missing = [key for key in _EXPECTED if key not in meta]
-    if missing:
-        raise ckpt.CheckpointError(
-            f"{where} was not written by the main job: its meta lacks {', '.join(missing)}; "
-            "load it with mpitrain.load or ckpt.load"
-        )
-    return meta
+def _read(source: state.Source) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """The checked meta of a source, and the shapes of its tensors of the data."""
+    there = source.entries()
+    shapes = {entry.name: entry.shape for entry in there.values() if entry.name.startswith("data/")}
+    return checked(there.meta, source), shapes
 
 
 def _device(model: LanguageModel) -> torch.device:

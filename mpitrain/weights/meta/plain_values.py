@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+import ckpt
+from ckpt.storage.local import in_a_line
+
 _MAX_ELEMENTS = 4096
 """Of an array or a tensor as JSON. Larger ones would make the meta of a checkpoint long."""
 
@@ -72,27 +75,51 @@ def encoded(
 
 
 def decoded(value: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
-    """The value of `encoded`. `tensor`: makes the tensor of an object that is none of those above but "tensor", or stands for one."""
+    """The value of `encoded`. `tensor`: makes the tensor of an object that is none of those above but "tensor", or stands for one.
+
+    ckpt.CheckpointError for what `encoded` does not make. Nothing is larger than its JSON.
+    """
+    try:
+        return _decoded(value, tensor)
+    except _DAMAGES as error:
+        raise ckpt.CheckpointError(
+            f"the checkpoint's meta has a value that no save writes: {type(error).__name__}: {in_a_line(error)}"
+        ) from None
+
+
+_DAMAGES = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
+
+
+def _decoded(value: Any, tensor: Callable[[dict[str, Any]], torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
-        return tuple(decoded(item, tensor) for item in value)
+        return tuple(_decoded(item, tensor) for item in value)
     if not isinstance(value, dict):
         return value
     kind: str = value["type"]
     content: Any = value.get("value")
     if kind == "list":
-        return [decoded(item, tensor) for item in content]
+        return [_decoded(item, tensor) for item in content]
     if kind in _DICTS:
-        return _DICTS[kind]({decoded(key, tensor): decoded(item, tensor) for key, item in content})
+        return _DICTS[kind]({_decoded(key, tensor): _decoded(item, tensor) for key, item in content})
     if kind in ("int", "float"):
         return {"int": int, "float": float}[kind](content)
     if kind == "complex":
-        return complex(*decoded(content, tensor))
+        return complex(*_decoded(content, tensor))
     if kind == "torch.dtype":
-        return getattr(torch, content)
+        return torch_dtype(content)
     if kind == "numpy":
-        flat = np.array(decoded(content, tensor), value["dtype"])
+        if (dtype := np.dtype(value["dtype"])).kind not in "biufc":  # texts would have any length
+            raise TypeError(f"the dtype {dtype}")
+        flat = np.array(_decoded(content, tensor), dtype)
         return flat[0] if value["shape"] is None else flat.reshape(value["shape"])
     return tensor(value)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of torch with this name. ckpt.CheckpointError if torch has none."""
+    if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        raise ckpt.CheckpointError(f"the checkpoint has the dtype {name!r:.200}, which torch does not know")
+    return dtype
 
 
 def is_small(tensor: torch.Tensor) -> bool:
@@ -102,7 +129,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 def small_tensor(value: dict[str, Any], device: torch.device) -> torch.Tensor:
     """The tensor of {"type": "tensor"}: in host memory if it was there, else on `device`."""
-    flat = torch.tensor(decoded(value["value"], _no_tensor), dtype=getattr(torch, value["dtype"]))
+    flat = torch.tensor(_decoded(value["value"], _no_tensor), dtype=torch_dtype(value["dtype"]))
     made = flat.reshape(value["shape"]).to("cpu" if value["device"] == "cpu" else device)
     return made.requires_grad_(value.get("requires_grad", False))
 

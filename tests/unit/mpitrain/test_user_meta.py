@@ -104,3 +104,60 @@ def test_meta_that_is_refused(tmp_path: Path) -> None:
             mpitrain.save(tmp_path / "c", model, meta={"x": value})
     with pytest.raises(ckpt.CheckpointError, match="the path is None"):
         mpitrain.load(None, model)  # type: ignore[arg-type]
+
+
+HOSTILE: list[Any] = [
+    {"type": "numpy", "dtype": "U1000000000", "shape": [1], "value": ["x"]},
+    {"type": "numpy", "dtype": "V100000000000", "shape": [0], "value": []},
+    {"type": "numpy", "dtype": "O", "shape": [1], "value": [1]},
+    {"type": "numpy", "dtype": "int8", "shape": [1 << 40], "value": [1]},
+    {"type": "numpy", "dtype": "int8", "shape": None, "value": []},
+    {"type": "tensor", "dtype": "nn", "shape": [1], "device": "cpu", "value": [1]},
+    {"type": "tensor", "dtype": "float32", "shape": ["x"], "device": "cpu", "value": [1]},
+    {"type": "tensor", "dtype": "float32", "shape": [1], "value": [1]},
+    {"type": "torch.dtype", "value": "load"},
+    {"type": "complex", "value": [1, 2, 3]},
+    {"type": "int", "value": "9" * 5000},
+    {"type": "int"},
+    {"type": "dict", "value": [[{"type": "list", "value": []}, 1]]},
+    {"type": "dict", "value": 5},
+    {"type": "list", "value": None},
+    {"type": []},
+    {"value": 1},
+    {},
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: str(value)[:60])
+def test_a_value_of_a_stranger_is_refused(tmp_path: Path, value: Any) -> None:
+    """None of them is made, however large it says that it is."""
+    model = model_of()
+    for meta in ({"a": {"mpitrain.value": value}}, {"a": [{"b": {"mpitrain.value": [value, 1]}}]}):
+        tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+        ckpt.save(tmp_path / "a", tensors, comm=None, meta=meta, overwrite=True)
+        with pytest.raises(ckpt.CheckpointError, match="has a value that no save writes"):
+            mpitrain.load(tmp_path / "a", model)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("optimizer", []),
+        ("optimizer", {"groups": [{"lr": {"type": "torch.dtype", "value": 5}}], "state": {}}),
+        ("optimizer", {"groups": [{}], "state": {}, "names": []}),
+        ("optimizer", {"groups": [{}], "state": {}, "others": [[1]]}),
+        ("optimizer", {"groups": [{}], "state": {}, "cut": {"x": "y"}}),
+        ("extra_state", 5),
+        ("saved_only", 5),
+        ("saved_only", [5]),
+    ],
+)
+def test_a_part_of_the_meta_of_a_stranger(tmp_path: Path, part: str, value: Any) -> None:
+    model = model_of()
+    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    ckpt.save(tmp_path / "a", tensors, comm=None, meta={part: value})
+    if part == "optimizer":  # which a load without one passes over
+        assert mpitrain.load(tmp_path / "a", model) == {}
+    if part != "extra_state":
+        with pytest.raises(ckpt.CheckpointError, match=f"its meta has under '{part}'|a value that no save writes"):
+            mpitrain.load(tmp_path / "a", model, optim.SGD(model.parameters(), lr=0.5))
