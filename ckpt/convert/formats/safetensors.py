@@ -36,6 +36,7 @@ DTYPES = {
 """Our names of dtypes by the names in the format."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_INDEX_BYTES = 64 << 20
+_MAX_FILES = 1 << 14
 _MAX_VALUES = 1 << 21  # of JSON, for 190,000 tensors in a file; each needs up to 100 bytes
 
 
@@ -115,19 +116,20 @@ def _indexed(index: Path) -> list[tuple[str, set[str] | None]]:
             raise ValueError("it has no weight_map, an object that gives the file of each tensor")
         files: dict[str, set[str]] = {}
         for name, file in weight_map.items():
-            if (
-                not isinstance(file, str)
-                or file in ("", ".", "..")
-                or os.path.basename(file) != file
-                or not file.isprintable()
-            ):
+            if not isinstance(file, str) or not _is_beside(file):
                 raise ValueError(f"{file!r:.200} is not the name of a file beside it")
-            files.setdefault(str(index.parent / file), set()).add(name)
+            files.setdefault(file, set()).add(name)
+            if len(files) > _MAX_FILES:
+                raise ValueError(f"it names more than {_MAX_FILES} files")
     except FileNotFoundError:
         raise FileNotFoundError(f"{index} does not exist") from None
     except ValueError as error:
         raise ValueError(f"{index} is damaged, or no index of weights: {error}") from None
-    return [(file, names) for file, names in sorted(files.items())]
+    return [(str(index.parent / file), names) for file, names in sorted(files.items())]
+
+
+def _is_beside(file: str) -> bool:
+    return os.path.basename(file) == file and file not in ("", ".", "..") and file.isprintable()
 
 
 def _parsed(text: bytes) -> Any:

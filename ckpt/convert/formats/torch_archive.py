@@ -17,7 +17,8 @@ MIN_TORCH = (2, 10)
 
 _MAX_DIRECTORY_BYTES = 16 << 20  # for 200,000 tensors
 _MAX_PICKLE_BYTES = 32 << 20
-_MAX_OPERATIONS = 3_000_000
+_MAX_OPERATIONS = 2_000_000  # for 60,000 tensors; a second for each million
+_LONG = 1000  # texts below count as one item
 _MAX_COPIED = 1 << 24  # items of lists and dicts that calls copy, all together
 
 _TAIL = struct.Struct("<4s4H2LH")  # the end of a zip file
@@ -150,7 +151,8 @@ def _follow(data: bytes) -> None:
         if number >= _MAX_OPERATIONS:
             raise ValueError(f"its pickle has more than {_MAX_OPERATIONS} operations")
         if name in _PUSHES:
-            stack.append(_Value(items=len(argument)) if isinstance(argument, str | bytes) else _PLAIN)
+            is_long = isinstance(argument, str | bytes) and len(argument) > _LONG
+            stack.append(_Value(items=len(argument)) if is_long else _PLAIN)
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif name in ("BINPUT", "LONG_BINPUT"):

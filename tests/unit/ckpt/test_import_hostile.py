@@ -219,6 +219,11 @@ FOLDERS = {
     "no file's name": (INDEX, index(b'{"x": 5}'), "5 is not the name of a file"),
     "a file above": (INDEX, index(b'{"x": ".."}'), "'..' is not the name of a file"),
     "a file for terminals": (INDEX, index(b'{"x": "\\u001b[31m"}'), "is not the name of a file"),
+    "many files": (
+        INDEX,
+        index(b"{" + b",".join(b'"x%d": "%d.safetensors"' % (number, number) for number in range(20_000)) + b"}"),
+        "names more than 16384 files",
+    ),
     "a file that is not there": (INDEX, index(b'{"x": "a.safetensors"}'), "a.safetensors does not exist"),
     "a tensor that is not there": (INDEX, index(b'{"\\u001b]0;x": "model.safetensors.index.json"}'), "is damaged"),
     "a header of many values": (
