@@ -19,6 +19,19 @@ def save(path: str | os.PathLike[str], value: float = 1.0, **options: Any) -> Pa
     return ckpt.save(path, {"x": np.full(5, float(value))}, comm=None, **options)
 
 
+def shards_of_three(rank: int) -> dict[str, Any]:
+    """What a rank of three saves: shards by rows and columns, and tensors that all have."""
+    rng = np.random.default_rng(7)
+    return {
+        "m/rows": ckpt.Shard(np.full((2, 3), rank + 0.5, np.float32), (6, 3), (2 * rank, 0), axes=("dp", None)),
+        "m/columns": ckpt.Shard(np.full((3, 2), rank, np.float32), (3, 6), (0, 2 * rank)),
+        "m/whole": rng.integers(0, 99, 40),
+        "m/half": np.ones(5, np.float16),
+        "m/scalar": np.array(3),
+        "m/empty": np.zeros((0, 4), np.float32),
+    }
+
+
 def value_of(path: Path) -> float:
     """The value with which `save` made a checkpoint."""
     x = np.empty(5)

@@ -18,6 +18,7 @@ MIN_TORCH = (2, 10)
 _MAX_DIRECTORY_BYTES = 16 << 20  # for 200,000 tensors
 _MAX_PICKLE_BYTES = 32 << 20
 _MAX_OPERATIONS = 2_000_000  # for 60,000 tensors; a second for each million
+_MAX_NAME = 500
 _LONG = 1000  # texts below count as one item
 _MAX_COPIED = 1 << 24  # items of lists and dicts that calls copy, all together
 
@@ -177,6 +178,8 @@ def _follow(data: bytes) -> None:
             stack[-1].items += _items(values)
             copied += _items(values[1:])  # the key
         elif name == "GLOBAL":
+            if len(argument) > _MAX_NAME:  # in which torch would search for minutes, for its message
+                raise ValueError(f"its pickle names a function or class by {len(argument)} characters")
             stack.append(_Value(argument.replace(" ", ".")))
         elif name in ("REDUCE", "NEWOBJ", "BUILD"):
             given, target = stack.pop(), stack.pop()

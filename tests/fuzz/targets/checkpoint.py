@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import xxhash
+from checkpoints import shards_of_three
 from forging import signed
 from fuzzing.mutation import mutate_bytes
 from fuzzing.target import Files, Parts, Target
@@ -19,25 +19,14 @@ from ckpt.format.manifest import FILE_NAME
 _DAMAGES_TEXT = "damaged text"  # a part that is no file: a line of the manifest is damaged as text
 
 
-def held(rank: int) -> dict[str, object]:
-    """What a rank of three saves: shards by rows and columns, and tensors that all have."""
-    rng = np.random.default_rng(7)
-    return {
-        "m/rows": ckpt.Shard(np.full((2, 3), rank + 0.5, np.float32), (6, 3), (2 * rank, 0), axes=("dp", None)),
-        "m/columns": ckpt.Shard(np.full((3, 2), rank, np.float32), (3, 6), (0, 2 * rank)),
-        "m/whole": rng.integers(0, 99, 40),
-        "m/half": np.ones(5, np.float16),
-        "m/scalar": np.array(3),
-        "m/empty": np.zeros((0, 4), np.float32),
-    }
-
-
 @cache
 def saved(files: str | int) -> dict[str, bytes]:
     """The files of a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         meta = {"step": 1, "notes": ["a", {"b": 2.5}]}
-        path = on_ranks(3, lambda comm: ckpt.save(f"{folder}/a", held(comm.rank), comm=comm, files=files, meta=meta))[0]
+        path = on_ranks(
+            3, lambda comm: ckpt.save(f"{folder}/a", shards_of_three(comm.rank), comm=comm, files=files, meta=meta)
+        )[0]
         return {part.name: part.read_bytes() for part in path.iterdir()}
 
 

@@ -32,7 +32,7 @@ def _placed(header: Any) -> int:
     for entry in header.values() if isinstance(header, dict) else ():
         try:
             nbytes = prod(entry["shape"]) * _SIZES[entry["dtype"]]
-            if not 0 <= nbytes < 1 << 16:
+            if type(nbytes) is not int or not 0 <= nbytes < 1 << 16:
                 continue
             entry["data_offsets"] = [at, at + nbytes]
             at += nbytes

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from checkpoints import shards_of_three
 from thread_ranks import on_ranks
 
 import ckpt
@@ -14,22 +15,11 @@ import ckpt
 NUM_DAMAGED = 1000
 
 
-def held(rank):
-    """What a rank of three saves: shards by rows and columns, and tensors that all have."""
-    rng = np.random.default_rng(7)
-    return {
-        "m/rows": ckpt.Shard(np.full((2, 3), rank + 0.5, np.float32), (6, 3), (2 * rank, 0), axes=("dp", None)),
-        "m/columns": ckpt.Shard(np.full((3, 2), rank, np.float32), (3, 6), (0, 2 * rank)),
-        "m/whole": rng.integers(0, 99, 40),
-        "m/half": np.ones(5, np.float16),
-        "m/scalar": np.array(3),
-        "m/empty": np.zeros((0, 4), np.float32),
-    }
-
-
 def saved(folder, files):
     """A checkpoint, and what it holds."""
-    path = on_ranks(3, lambda comm: ckpt.save(folder, held(comm.rank), comm=comm, files=files, meta={"step": 1}))[0]
+    path = on_ranks(
+        3, lambda comm: ckpt.save(folder, shards_of_three(comm.rank), comm=comm, files=files, meta={"step": 1})
+    )[0]
     return path, {name: entry.read() for name, entry in ckpt.open(path).items()}
 
 

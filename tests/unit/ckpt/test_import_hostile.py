@@ -92,6 +92,10 @@ TORCH = {
         lambda: archive(calling(b"torch._tensor\n_rebuild_from_type_v2", b"(" + STORAGE + STORAGE + HUGE + b"Nt")),
         "calls torch.storage.UntypedStorage",
     ),
+    "a long name": (
+        lambda: archive(b"\x80\x02}ctorch\n" + b"[" * 300_000 + b"\n."),
+        "names a function or class by 300006 characters",
+    ),
     "a new storage": (lambda: archive(b"\x80\x02" + STORAGE + HUGE + b"\x81."), "calls torch.storage.UntypedStorage"),
     "a quantized tensor": (
         lambda: archive(calling(b"torch._utils\n_rebuild_qtensor", b")")),
