@@ -4,7 +4,7 @@ A tensor with the shape of the shard is this rank's box of a tensor with the par
 same on all ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class SavedOptimizer:
                 shape = param.shape if has_rows else tensor.shape
                 # In the dtype of the save; but in that of the parameter if it was so there, and `cast` changes it.
                 follows = has_rows and tensor.dtype == there.tensors[f"model/{name}"].dtype
-                value = torch.zeros(shape, dtype=param.dtype if follows else torch_dtype(tensor.dtype))
+                value = _zeros(shape, param.dtype if follows else torch_dtype(tensor.dtype), there, f"{key}/{name}")
                 self._loaded.setdefault(param, {})[key] = value
                 found[f"optimizer/{key}/{name}"] = held(value, param)
                 if self._copies is not None:
@@ -192,6 +192,16 @@ class SavedOptimizer:
             state[decoded(key, lambda each: small_tensor(each, device))] = decoded(
                 value, lambda each: small_tensor(each, device)
             )
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, there: There, name: str) -> torch.Tensor:
+    """Memory for a tensor of the checkpoint. ckpt.CheckpointError if there is not so much."""
+    try:
+        return torch.zeros(shape, dtype=dtype)
+    except RuntimeError:
+        raise ckpt.CheckpointError(
+            f"{there.path}: optimizer/{name} of shape {tuple(shape)} does not fit into memory"
+        ) from None
 
 
 class _Numbered:

@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[Callable[[], object], str]] = {
 
 class Faulty(Target):
     errors = (CheckpointError, OSError, ValueError)
-    limit_s = 2.0
+    limit_s = 1.0
     share_damaged = 0.0
 
     def make(self, rng: Random) -> Parts:
