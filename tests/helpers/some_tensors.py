@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from ckpt.convert.formats import torch_archive
 from collectives.arrays.dtypes import DTYPES
 
 # the machine's, or the one that ./mpirun/setup has put beside this Python, which need not be on the PATH
 H5DUMP = shutil.which("h5dump") or shutil.which("h5dump", path=Path(sys.executable).parent)
+reads_torch_files = pytest.mark.skipif(
+    torch_archive.version_error(torch.__version__) is not None, reason="ckpt import reads no .pt file with this torch"
+)
 needs_h5dump = pytest.mark.skipif(H5DUMP is None, reason="needs h5dump (Debian: hdf5-tools)")
 
 

@@ -12,7 +12,17 @@ import pytest
 import torch
 from checkpoints import printed
 from safetensors.torch import save_file
-from some_tensors import SAFETENSORS, TORCH, as_torch, equal, everything, forget_peak, peak_bytes, random_array
+from some_tensors import (
+    SAFETENSORS,
+    TORCH,
+    as_torch,
+    equal,
+    everything,
+    forget_peak,
+    peak_bytes,
+    random_array,
+    reads_torch_files,
+)
 
 import ckpt
 from ckpt.cli import main
@@ -28,7 +38,7 @@ def assert_holds(path, tensors):
     assert ckpt.verify(path) == []
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
+@pytest.mark.parametrize("name", ["a.safetensors", pytest.param("a.pt", marks=reads_torch_files)])
 @pytest.mark.parametrize("files", ["one", 3])
 def test_every_dtype_and_shape_bit_for_bit(tmp_path, name, files):
     tensors = everything(SAFETENSORS if name == "a.safetensors" else TORCH)
@@ -51,6 +61,7 @@ def test_a_model_in_several_files(tmp_path, of):
     assert_holds(made, {f"model/{name}": array for name, array in tensors.items() if "3" not in name})
 
 
+@reads_torch_files
 def test_a_state_of_torch_becomes_paths(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2, dtype=torch.bfloat16))
     model[1].bias = model[1].bias  # registered anew, the same
@@ -70,6 +81,7 @@ def test_a_state_of_torch_becomes_paths(tmp_path):
     assert meta["torch"]["optimizer/param_groups/0/lr"] == 0.5
 
 
+@reads_torch_files
 def test_views_of_a_storage(tmp_path, monkeypatch):
     """In pieces of 128 bytes, with a checksum for each 64."""
     monkeypatch.setattr(sources, "PIECE_BYTES", 128)
@@ -102,6 +114,7 @@ class Harm:
         return os.mkdir, ("harm",)
 
 
+@reads_torch_files
 def test_no_code_of_a_file_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"x": torch.ones(2), "y": Harm()}, "a.pt")
@@ -112,6 +125,7 @@ def test_no_code_of_a_file_runs(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
 
 
+@reads_torch_files
 def test_torchs_reason_without_its_advice(tmp_path):
     odd = type("Odd\x1b[31m", (), {"__module__": __name__})
     for kind, why in (
@@ -135,6 +149,7 @@ CYCLE = {"x": ONE}
 CYCLE["itself"] = CYCLE
 
 
+@reads_torch_files
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -166,6 +181,7 @@ def test_what_a_checkpoint_cannot_hold(tmp_path, content, message):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+@reads_torch_files
 def test_a_tensor_that_repeats_its_elements_to_more_than_the_disk(tmp_path):
     torch.save({"x": torch.ones(1).expand(1 << 50)}, tmp_path / "a.pt")
     with pytest.raises(OSError, match=r"No space left on device: 4,503,599,627,370,496 bytes are to be written"):

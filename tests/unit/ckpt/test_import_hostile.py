@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import value_of
-from some_tensors import forget_peak, peak_bytes
+from some_tensors import forget_peak, peak_bytes, reads_torch_files
 
 import ckpt
 from ckpt.cli import main
@@ -19,9 +19,6 @@ from ckpt.convert.formats import torch_archive, torch_file
 from ckpt.convert.formats.safetensors import INDEX, ONE
 
 MAX_GROWN_BYTES, MAX_SECONDS = 400 << 20, 15
-needs_torch = pytest.mark.skipif(
-    torch_archive.version_error(torch.__version__) is not None, reason="this torch reads no file of a stranger"
-)
 
 
 def refused(path, out):
@@ -132,7 +129,7 @@ TORCH = {
 }
 
 
-@needs_torch
+@reads_torch_files
 @pytest.mark.parametrize("name", TORCH)
 def test_files_of_torch(tmp_path, monkeypatch, name):
     """With lower limits, which take less time to reach."""
@@ -148,7 +145,7 @@ def test_files_of_torch(tmp_path, monkeypatch, name):
     assert sorted(os.listdir(tmp_path)) == ["x.pt"]
 
 
-@needs_torch
+@reads_torch_files
 def test_lists_that_are_shared_a_little_are_read(tmp_path):
     values = [torch.ones(2), 3]
     torch.save({"a": values, "b": values, "c": [values, {"d": values}]}, tmp_path / "x.pt")
