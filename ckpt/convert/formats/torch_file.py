@@ -88,9 +88,9 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
     it cannot read, for two values with the same path, for example with the keys 1 and "1", and on an older torch.
     """
     torch = _torch()
-    if problem := torch_archive.version_error(torch.__version__):
-        raise ValueError(f"{path} is not read: {problem}")
     with open(open_given(path), "rb") as file:
+        if problem := torch_archive.version_error(torch.__version__):
+            raise ValueError(f"{path} is not read: {problem}")
         try:
             torch_archive.check(file)
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
