@@ -5,11 +5,13 @@ import functools
 
 from collectives import diagnosis
 from collectives.communicator.communicator import Communicator, take_table
-from collectives.diagnosis import finalize, meeting
+from collectives.diagnosis import finalize
 from collectives.diagnosis.ending import Before
 from collectives.diagnosis.hangs import deadline, monitor, notice
 from collectives.diagnosis.job import all_ranks
 from collectives.diagnosis.record import Log
+from collectives.diagnosis.start import meeting
+from collectives.diagnosis.start.initialize import start_mpi
 from collectives.environment import check_choices, switch
 from collectives.launcher import check_launcher, check_main_program, check_no_child, leave_mark
 from collectives.progress.work import Progress, choose_progress
@@ -59,6 +61,7 @@ def restart() -> Communicator:
 def _stand_ready() -> Progress:
     """Set up the process, once, however many worlds it makes. Collective."""
     finalize.take_over()  # its exit hook runs after all hooks that are registered later
+    start_mpi()
     from mpi4py import MPI
 
     from collectives.transports.gpu.device import connected

@@ -150,3 +150,22 @@ def test_a_wait_that_lasts_is_told(tmp_path: Path) -> None:
     assert "]   => MPITRAIN_DEBUG=1 finds the first call that differs between the ranks\n" in told["no_sync"], str(
         result
     )
+
+
+STARTS_NO_MPI = """
+import os
+if int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == 1:
+    raise SystemExit(0)
+import collectives
+collectives.world()
+"""
+
+
+def test_a_rank_that_does_not_start_mpi_is_told_and_the_job_ends() -> None:
+    """MPI_Init of the other ranks waits for it, and MPI cannot end that wait."""
+    env = {"MPITRAIN_MEETING_S": "0.3", "MPITRAIN_DEADLINE_S": "0.5"}
+    result = launch(2, "-c", STARTS_NO_MPI, env=env, timeout_s=30)
+    assert result.returncode == 124, str(result)
+    first, last = re.findall(r"\[rank 0\] world\(\) has waited \d s (.*)", result.stderr)
+    assert first.startswith("in MPI_Init for ranks that have not started MPI"), str(result)
+    assert last.startswith("(MPITRAIN_DEADLINE_S) in MPI_Init for ranks that have not started MPI"), str(result)

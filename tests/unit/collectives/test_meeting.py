@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from collectives.diagnosis import meeting
 from collectives.diagnosis.hangs import deadline
-from collectives.diagnosis.meeting import _RECORD, TAG, Kind, Meeting, MeetingError, Record, own_record
+from collectives.diagnosis.start import meeting
+from collectives.diagnosis.start.meeting import _RECORD, TAG, Kind, Meeting, MeetingError, Record, own_record
 
 STEP_S = 0.05
 NOTICE_S, DEADLINE_S = 20.0, 60.0

@@ -46,7 +46,7 @@ _MAGIC, _NOT_TAKEN, _NEVER = b"mpitrain", bytes(8), float("inf")
 _NOTICE_S = 20.0
 _ANSWER_S = 1.0  # for the answers of the ranks that are there; at most as long as the time before
 _STAGGER_S, _MAX_STAGGER_S = 0.3, 20.0  # a rank waits this long for each lower rank to ask first, so that one rank asks
-_GRACE_S = 3.0  # for ranks that have not come yet, when two that have come differ; and for rank 0 to end the job
+GRACE_S = 3.0  # for ranks that have not come yet, when two that have come differ; and for rank 0 to end the job
 _NAP_S, _MAX_NAP_S = 2e-5, 2e-3
 
 _WHY = "another version of mpitrain, or still importing"
@@ -106,15 +106,13 @@ class Meeting:
     ) -> None:
         """`sources()`: the hash of the sources. `notice_s`: when to ask who is there; `deadline_s`: the end of the wait; 0: never."""
         self._post, self._sources, self._began = post, sources, now
-        self._answer_s = min(_ANSWER_S, notice_s or _NOTICE_S)
-        # Not before the line, because a deadline of a second is for operations, and not for imports.
-        self._limit_s = max(deadline_s, (notice_s or _NOTICE_S) + 2 * self._answer_s) if deadline_s else _NEVER
+        self._answer_s = _answer_s(notice_s)
+        self._limit_s = limit_s(notice_s, deadline_s)
         self._records = {post.rank: mine}  # of the ranks that are here, as far as this rank knows
         self._asked: set[tuple[bytes, ...]] = set()  # the commits and places of which rank 0 has asked for the sources
         self._refuse_at = _NEVER
-        stagger_s = min(_STAGGER_S, _MAX_STAGGER_S / post.size) * post.rank
-        self._ask_at = now + notice_s + stagger_s if notice_s else _NEVER
-        self._end_at = now + self._limit_s + stagger_s  # so that one rank prints the error
+        self._ask_at = now + notice_s + turn_s(post.rank, post.size) if notice_s else _NEVER
+        self._end_at = now + self._limit_s + turn_s(post.rank, post.size)  # so that one rank prints the error
         self._tell_at = self._ask_first_at = _NEVER
         if post.rank:
             self._ask_first_at = self._end_at - self._answer_s
@@ -151,7 +149,7 @@ class Meeting:
             return False
         _, kind, *fields, num_refused = _RECORD.unpack_from(message)
         if peer == 0:  # it is there, and says at its end, which is before this one, who is not
-            self._end_at, self._ask_first_at = now + self._limit_s + _GRACE_S, _NEVER
+            self._end_at, self._ask_first_at = now + self._limit_s + GRACE_S, _NEVER
         if kind == Kind.HERE:
             self._records[peer] = Record(*fields)
         elif kind == Kind.SOURCES:
@@ -185,7 +183,7 @@ class Meeting:
             commits.setdefault(record.place, record.commit)
         is_full = not self._silent() and (len(stocks) == 1 or all(map(any, stocks.values())))
         if _differ(kinds, commits.values()):
-            self._refuse_at = min(self._refuse_at, now + _GRACE_S)
+            self._refuse_at = min(self._refuse_at, now + GRACE_S)
             if is_full or now >= self._refuse_at:
                 found = "; ".join(f"{kind} on {shown_ranks(ranks)}" for kind, ranks in kinds.items())
                 self._refuse(f"the ranks of this job run different versions of mpitrain: {found}; {_REMEDY}")
@@ -221,6 +219,27 @@ def notice_from_environment() -> float:
     return seconds_of("MPITRAIN_MEETING_S", _NOTICE_S, "no line")
 
 
+def waits() -> tuple[float, float]:
+    """The notice and the deadline in seconds, 0 for none. Wrong values are errors of all ranks later, and here the defaults."""
+    with suppress(ValueError):
+        return notice_from_environment(), deadline.from_environment()
+    return _NOTICE_S, deadline.DEFAULT_DEADLINE_S
+
+
+def limit_s(notice_s: float, deadline_s: float) -> float:
+    """The end of the wait. Not before the line, because a deadline of a second is for operations, and not for imports."""
+    return max(deadline_s, (notice_s or _NOTICE_S) + 2 * _answer_s(notice_s)) if deadline_s else _NEVER
+
+
+def _answer_s(notice_s: float) -> float:
+    return min(_ANSWER_S, notice_s or _NOTICE_S)
+
+
+def turn_s(rank: int, size: int) -> float:
+    """How much later than rank 0 a rank asks or ends its wait, so that one speaks for all."""
+    return min(_STAGGER_S, _MAX_STAGGER_S / size) * rank
+
+
 def own_record() -> Record:
     """The record of this process, without the hash of its sources."""
     mine = version.release()
@@ -237,11 +256,9 @@ def meet(mpi: Any) -> None:
         return
     post, nap_s = _MpiPost(mpi), _NAP_S
     dump.RecordOutput.rank = mpi.rank
-    limits = {"notice_s": _NOTICE_S, "deadline_s": deadline.DEFAULT_DEADLINE_S}
-    with suppress(ValueError):  # a wrong value is an error of all ranks, after the meeting
-        limits = {"notice_s": notice_from_environment(), "deadline_s": deadline.from_environment()}
+    notice_s, deadline_s = waits()
     clock = deadline.Clock()  # a batch system may stop all ranks for hours
-    meeting = Meeting(post, own_record(), version.loaded_sources, clock.now, **limits)
+    meeting = Meeting(post, own_record(), version.loaded_sources, clock.now, notice_s=notice_s, deadline_s=deadline_s)
     try:
         while not meeting.step(clock.look_awake()):
             time.sleep(nap_s)
@@ -252,7 +269,7 @@ def meet(mpi: Any) -> None:
         if error.num_refused == mpi.size:
             raise raised_on(mpi, error, speaker=0) from None
         if error.num_refused and mpi.rank:
-            time.sleep(_GRACE_S)  # rank 0 prints the error, and ends the job
+            time.sleep(GRACE_S)  # rank 0 prints the error, and ends the job
         raise
 
 
