@@ -5,8 +5,6 @@ Forms of other programs are read, too: lines that end as in Windows, lines of bl
 """
 
 import json
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,7 +21,9 @@ from mpitrain.data.documents.reading import (
 _NEWLINE, _BRACE = ord("\n"), ord("{")
 _PIECE_BYTES = 1 << 20
 _MARK = b"\xef\xbb\xbf"
-_NO_TEXT = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r]*")
+_BLANKS = b" \t\r"
+_IS_BLANK = np.isin(np.arange(256), list(_BLANKS))
+_MOST_BLANKS = 64  # at the begin of lines that are looked at together
 
 
 class LinesReader:
@@ -40,20 +40,20 @@ class LinesReader:
     def cut(self, begin: int, end: int) -> "LinesCut":
         """See Reader. Empty lines, and those of blanks, are no documents."""
         first, last = self._line_from(begin), self._line_from(end)
-        found = [np.empty(0, np.int64)]
+        data = np.frombuffer(self._file.bytes, np.uint8)
+        begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        start = first  # of the line that the next piece ends
         for at in range(first, last, _PIECE_BYTES):
-            piece = np.frombuffer(self._file.bytes, np.uint8, min(_PIECE_BYTES, last - at), at)
-            found.append(at + np.flatnonzero(piece == _NEWLINE))
-        ends = np.concatenate(found)
-        if last > first and (not len(ends) or ends[-1] != last - 1):
-            ends = np.append(ends, last)  # the last line may lack its end
-        begins = np.concatenate(([first], ends[:-1] + 1))[: len(ends)]
-        kept = ends > begins
-        begins, ends = begins[kept], ends[kept]
-        heads = np.frombuffer(self._file.bytes, np.uint8)[begins]
-        if (is_odd := heads != _BRACE).any():
-            begins, ends = self._without_blanks(begins, ends, np.flatnonzero(is_odd).tolist())
-        return LinesCut(self, begins, ends)
+            stop = min(at + _PIECE_BYTES, last)
+            its_ends = at + np.flatnonzero(data[at:stop] == _NEWLINE)
+            if stop == last and (not len(its_ends) or its_ends[-1] != last - 1):
+                its_ends = np.append(its_ends, last)  # the last line may lack its end
+            if len(its_ends):
+                its_begins = np.append(start, its_ends[:-1] + 1)
+                start = int(its_ends[-1]) + 1
+                for found, of_piece in zip((begins, ends), _with_text(data, its_begins, its_ends), strict=True):
+                    found.append(of_piece)
+        return LinesCut(self, np.concatenate(begins), np.concatenate(ends))
 
     def close(self) -> None:
         """See Reader."""
@@ -98,19 +98,6 @@ class LinesReader:
             raise error
         return text
 
-    def _without_blanks(
-        self, begins: np.ndarray, ends: np.ndarray, odd: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The lines that have more than blanks. Those with a byte-order mark begin after it. `odd`: those that do not begin with {."""
-        data, kept = self._file.bytes, np.ones(len(begins), np.bool_)
-        for index in odd:
-            begin, end = int(begins[index]), int(ends[index])
-            found = _NO_TEXT.match(data, begin, end)
-            kept[index] = found is None or found.end() < end
-            if data[begin : min(begin + len(_MARK), end)] == _MARK:
-                begins[index] = begin + len(_MARK)
-        return begins[kept], ends[kept]
-
     def _line_from(self, at: int) -> int:
         """The first line that begins at byte `at` or later."""
         if at <= 0:
@@ -123,6 +110,32 @@ class LinesReader:
                 f"{self._file.name}: no line ends in {MOST_DOCUMENT_BYTES} bytes after byte {at}; expected JSON Lines"
             )
         return size if found < 0 else found + 1
+
+
+def _with_text(data: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lines that have more than blanks. Those with a byte-order mark begin after it. `data`: the file, uint8."""
+    kept = ends > begins
+    begins, ends = begins[kept], ends[kept]
+    odd = np.flatnonzero(data[begins] != _BRACE)
+    if not len(odd):
+        return begins, ends
+    long = odd[ends[odd] - begins[odd] >= len(_MARK)]
+    marked = long[np.all([data[begins[long] + place] == byte for place, byte in enumerate(_MARK)], axis=0)]
+    begins[marked] += len(_MARK)
+    kept = np.ones(len(begins), np.bool_)
+    left, places = odd, begins[odd]  # lines of which all bytes before a place are blanks
+    for _ in range(_MOST_BLANKS):
+        has_more = places < ends[left]
+        kept[left[~has_more]] = False
+        left, places = left[has_more], places[has_more]
+        is_blank = _IS_BLANK[data[places]]
+        left, places = left[is_blank], places[is_blank] + 1
+        if not len(left):
+            break
+    for index, place in zip(left.tolist(), places.tolist(), strict=True):
+        end = min(int(ends[index]), place + MOST_DOCUMENT_BYTES)
+        kept[index] = bool(data[place:end].tobytes().strip(_BLANKS))
+    return begins[kept], ends[kept]
 
 
 class LinesCut:

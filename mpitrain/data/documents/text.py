@@ -4,7 +4,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 from mpitrain.data.documents.heads import HEAD_BYTES, begins_with_json, other_format
-from mpitrain.data.documents.reading import DamagedShardError, MappedFile, check_length
+from mpitrain.data.documents.reading import MOST_DOCUMENT_BYTES, DamagedShardError, MappedFile, check_length
 
 MOST_BYTES = 1 << 20
 """A longer file is cut at the first end of a line after each multiple of this number of bytes."""
@@ -27,7 +27,7 @@ class TextReader:
         self._begins = [0]  # of the documents
         for at in range(MOST_BYTES, self._file.size, MOST_BYTES):
             if at > self._begins[-1]:
-                end = self._file.bytes.find(b"\n", at - 1)
+                end = self._file.bytes.find(b"\n", at - 1, at + MOST_DOCUMENT_BYTES)
                 if not 0 <= end < self._file.size - 1:
                     break
                 self._begins.append(end + 1)

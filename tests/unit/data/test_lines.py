@@ -38,6 +38,17 @@ def texts_of(path: Path, step: int = 1 << 40) -> list[bytes]:
         MARK + b"\r\n" + b"\r\n".join(LINES),
         LINES[0] + b"\n" + MARK + LINES[1] + b"\n" + MARK,
         b"\n" + b"\n".join(b" " + line for line in LINES),
+        b"\n".join(
+            [
+                b" " * 70 + LINES[0],
+                b" " * 63,
+                b"\t" * 64,
+                b" " * 65,
+                b"\r" * 500,
+                MARK + b" " * 64 + LINES[1],
+                MARK + b" " * 99,
+            ]
+        ),
         b'{"score": NaN, "text": "a"}\n{"text": "b \xc3\xa4", "score": [-Infinity, {"x": Infinity}]}\n',
         b'{"text": "a", "bad": "\\ud800", "more": 1e999}\n{"text": "b \\u00e4", "n": ' + b"9" * 400 + b"}",
     ],
@@ -47,6 +58,15 @@ def test_forms(tmp_path: Path, data: bytes) -> None:
     path.write_bytes(data)
     for step in (1 << 40, 1, 2, 3, 5, 14):
         assert texts_of(path, step) == TEXTS
+
+
+def test_lines_and_blanks_over_pieces(tmp_path: Path) -> None:
+    """The reader takes a MiB at a time."""
+    lines = []
+    for number in range(3):
+        lines += [b'{"text": "%s"}' % (b"%d" % number * (700_000 + number)), b" " * 900_000, b"", b"\n" * 50_000]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    assert texts_of(tmp_path / "a.jsonl") == [b"%d" % number * (700_000 + number) for number in range(3)]
 
 
 def test_a_line_that_begins_with_blanks_keeps_its_key(tmp_path: Path) -> None:

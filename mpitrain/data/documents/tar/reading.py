@@ -19,6 +19,8 @@ from mpitrain.data.documents.reading import (
 from mpitrain.data.documents.tar.entries import Entries, Place, entries_of
 from mpitrain.data.documents.tar.links import plain_name
 
+_MOST_PART_BYTES = 8 << 30  # more than ustar's octal digits say; a tar file with holes may say any number
+
 
 class TarReader:
     """The samples in the bytes `begin` to `end - 1` of a tar file, by default all of it.
@@ -156,7 +158,12 @@ class TarCut:
         odd = self._reader.entries.odd
         its = odd.get(int(self._headers[file])) if odd else None
         if its is None:
-            return self._bytes[self._begins[file] : self._ends[file]]
+            begin, end = self._begins[file], self._ends[file]
+            if end - begin > _MOST_PART_BYTES:
+                raise DamagedSampleError(
+                    f"{self.where(index)}: a part with {end - begin} bytes; expected {_MOST_PART_BYTES} at most"
+                )
+            return self._bytes[begin:end]
         if isinstance(its, str):
             raise DamagedSampleError(f"{self.where(index)}, {_shown(self._name(file))}: {its}")
         return its.read(self._bytes)
