@@ -14,6 +14,7 @@ from mpitrain.data.documents.thrift import ThriftError, read_struct
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # types of pages
 _PLAIN, _DELTA_LENGTH = 0, 6  # encodings in which each row has bytes of its own
 _OF_DICTIONARY = (2, 8)
+_DENSE = 100  # text is rarely packed to less than a 50th
 _MORE_BYTES = 100  # that the footers of an old writer leave out of a column, as pyarrow knows
 _PAGE = {1: None, 2: None, 3: None, 5: {1: None, 2: None}, 8: {1: None, 4: None}}
 _ROW_GROUPS, _COLUMNS, _NUM_ROWS = 4, 1, 3
@@ -49,8 +50,6 @@ class Extent(NamedTuple):
     """Of a page of rows with bytes of their own."""
     page_rows: int
     """The fewest rows of such a page, except for the last one."""
-    any_page_bytes: int
-    """Of any page."""
 
     def rows_within(self, num_bytes: int) -> int:
         """How many neighbouring rows have at most `num_bytes` bytes, wherever they are, or at most three pages of rows; at least 1."""
@@ -101,12 +100,13 @@ def _begin_of(column: dict[int, Any]) -> int:
     return dictionary if dictionary > 0 else _int(about, _FIRST_PAGE)
 
 
-def extent_of(data: Any, begin: int, end: int, num_rows: int) -> Extent:
-    """The extent of the pages from byte `begin` to `end - 1` of a file, of `num_rows` rows. PageError if they are damaged.
+def extent_of(data: Any, begin: int, end: int, num_rows: int, most_page_bytes: int) -> Extent:
+    """The extent of the pages from byte `begin` to `end - 1` of a file, of `num_rows` rows.
 
-    `data`: the bytes of the file. A row is a text, and not a list of texts.
+    `data`: the bytes of the file. A row is a text, and not a list of texts. PageError if a page is damaged, or larger than
+    `most_page_bytes`; a page of few bytes in the file, than a quarter of it.
     """
-    num_bytes = shared_bytes = own_bytes = most_bytes = entry_bytes = seen = 0
+    num_bytes = shared_bytes = own_bytes = entry_bytes = seen = 0
     page_rows, at = num_rows, begin
     while seen < num_rows:
         try:
@@ -117,7 +117,11 @@ def extent_of(data: Any, begin: int, end: int, num_rows: int) -> Extent:
         if min(unpacked, packed) < 0 or body + packed > end:
             raise PageError(f"the page at byte {at} is damaged: {packed} bytes, of which {end - body} are there")
         page_bytes = max(unpacked, packed)
-        most_bytes = max(most_bytes, page_bytes)
+        if page_bytes > most_page_bytes // (4 if page_bytes > _DENSE * packed else 1):
+            raise PageError(
+                f"the page at byte {at} unpacks from {packed} to {unpacked} bytes; expected at most {most_page_bytes}, or a quarter of "
+                f"it from less than a {_DENSE}th: write the file with smaller pages (data_page_size and write_batch_size of pyarrow)"
+            )
         if kind == _DICTIONARY:
             entry_bytes = page_bytes
         elif kind in (_DATA, _DATA_V2):
@@ -135,7 +139,7 @@ def extent_of(data: Any, begin: int, end: int, num_rows: int) -> Extent:
                 shared_bytes = max(shared_bytes, of_row)
                 num_bytes += num * of_row
         at = body + packed
-    return Extent(num_bytes, shared_bytes, own_bytes, page_rows, most_bytes)
+    return Extent(num_bytes, shared_bytes, own_bytes, page_rows)
 
 
 def _int(fields: dict[int, Any], number: int) -> int:

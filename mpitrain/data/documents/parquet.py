@@ -15,8 +15,9 @@ from mpitrain.data.documents.texts import Texts
 class Limits(NamedTuple):
     """What a cut may take, in bytes of text. A file of a few bytes can stand for any number of them."""
 
-    page_bytes: int = 1 << 30
-    """Of a page, which is decoded as a whole."""
+    page_bytes: int = 5 << 28
+    """Of a page, which is decoded as a whole, in three times its memory. pyarrow writes at least 1024 rows into a page: 1 GiB of texts
+    of 1 MiB."""
     piece_bytes: int = 256 << 20
     """Decoded at a time, if the pages are smaller."""
     held_bytes: int = 512 << 20
@@ -98,6 +99,7 @@ class ParquetReader:
         num_rows, before = self._groups[group].num_rows, texts.num
         for array in self._arrays(group, num_rows):
             _add(texts, array)
+            del array
             if texts.num_bytes > self._limits.most_bytes:
                 raise DamagedShardError(
                     f"{self.name}, row group {group}: its first {texts.num - before} of {num_rows} rows, with the groups that are read "
@@ -111,17 +113,13 @@ class ParquetReader:
 
     def _arrays(self, group: int, num_rows: int) -> Iterator[Any]:
         """The column of a row group, in arrays of at most `piece_bytes` bytes, or of one row."""
-        extent = extent_of(self._mapped.bytes, *self._groups[group].pages, num_rows)
-        if extent.any_page_bytes > self._limits.page_bytes:
-            raise DamagedShardError(
-                f"{self.name}, row group {group}: a page unpacks to {extent.any_page_bytes} bytes; expected at most "
-                f"{self._limits.page_bytes}: write the file with smaller pages (data_page_size of pyarrow)"
-            )
+        extent = extent_of(self._mapped.bytes, *self._groups[group].pages, num_rows, self._limits.page_bytes)
         most = self._limits.piece_bytes
         rows = num_rows if extent.num_bytes <= most else extent.rows_within(most)
         if num_rows:
             for batch in self._file.reader.iter_batches(rows, [group], [self._column], use_threads=False):
                 yield batch.column(0)
+                del batch  # before the next one is decoded
 
     def _column_of(self, field: str) -> int:
         """The number of a column, among those that hold values. DamagedShardError if there is none, or two, or not of text."""
