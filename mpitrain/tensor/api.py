@@ -19,6 +19,7 @@ from mpitrain.parts import Part
 from mpitrain.stage_streams import SplitStream, mark_split, stream_of_stages
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
+from mpitrain.tensor.errors import explain
 from mpitrain.tensor.forgotten import NameForgotten
 from mpitrain.tensor.inputs import CheckParts, check_inputs
 from mpitrain.tensor.layers import features_of, has_own_product
@@ -139,7 +140,7 @@ class _Cutter:
             self._before(name, partial(hooks.enter_region, self.ranks, is_cut, enters_all))
             if name in self.layout.regions and not enters_all:
                 hooks.check_once(self.modules[name], name, is_cut=is_cut)
-                self.modules[name].register_forward_hook(partial(hooks.explain, name), always_call=True)
+                self.modules[name].register_forward_hook(partial(explain, name, is_cut), always_call=True)
         for path, stack in self.layout.stacks.items():
             self._before(stack[0], partial(hooks.split_stream, self.ranks, stack, self.is_library), prepend=True)
             for name in stack[1:]:

@@ -1,23 +1,21 @@
 """Layers that a plan forgets: they meet features that the plan cuts, and torch's error tells shapes, but not which layer it is."""
 
-import dis
-import os
 import re
 import sys
 from collections.abc import Collection, Iterator
 from math import prod
-from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
+from mpitrain.tensor.errors import drop_rules, frames, is_of_shapes
 from mpitrain.tensor.plan import is_within, parent_of
 
 _MOST_NAMES = 5
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_SHAPES = re.compile(r"\b(sizes?|shapes?|dim|dims|dimensions?|channels?|elements|features|numel)\b")
-"""A word that torch's errors have for shapes that do not fit, and those for memory, devices or dtypes have not."""
+_VIEW = re.compile(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)")
+_NO_LENGTHS = re.compile(r"[a-zA-Z]{2,}\d+|\b(dimension|operand|number) \d+")
+"""Numbers in torch's errors that count something: mat1, batch2, dimension 1."""
+_STYLES = "Style('column') if it makes such features, or Style('row') if it takes them"
 
 
 class NameForgotten:
@@ -37,22 +35,26 @@ class NameForgotten:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         error = sys.exception()
-        if output is not None or error is None or not _is_of_shapes(error):
+        if output is not None or error is None or not is_of_shapes(error):
             return
         said = str(error)
-        for length, part in sorted(self._lengths):
-            if _tells(said, length, part) and (hint := self._hint(module, error, length)):
-                # A hook cannot replace the error, and a note is not part of its text.
-                error.args = (f"{said} - tensor_parallel: {hint} ({part} of {length} on this rank)",)
-                return
+        found = (
+            f"{hint} ({part} of {length} on this rank)"
+            for tells, hint_of in ((_tells, self._hint), (_tells_proportion, self._hint_of_siblings))
+            for length, part in sorted(self._lengths)
+            if tells(said, length, part) and (hint := hint_of(module, error, length))
+        )
+        if hint := next(found, None):
+            # A hook cannot replace the error, and a note is not part of its text.
+            error.args = (f"{said} - tensor_parallel: {hint}",)
+            drop_rules(error)
 
     def _hint(self, model: nn.Module, error: BaseException, length: int) -> str:
         failed = _failed(model, error)
         if names := self._forgotten(model, failed, length):
             return (
                 f"the plan does not name {' or '.join(names)}, where features meet that it cuts; give the layer a style, such as "
-                "Style('column') if it makes such features, or Style('row') if it takes them, or let the layer before it gather them "
-                "(gathers=True)"
+                f"{_STYLES}, or let the layer before it gather them (gathers=True)"
             )
         if failed in self._planned:
             return ""  # it may get a wrong input
@@ -62,6 +64,19 @@ class NameForgotten:
             f"{failed or 'the model'} {what} with {length} features, and the plan cuts them; use this rank's features there, for "
             "example by -1 in a view, or by Style('divide') for a number of heads, or let the layer before it gather them "
             "(gathers=True)"
+        )
+
+    def _hint_of_siblings(self, model: nn.Module, error: BaseException, length: int) -> str:
+        """For an error of numbers of heads, or of others in the proportion of the cut features: layers beside those that are cut."""
+        around = _failed(model, error)
+        while around and not any(is_within(name, around) for name in self._planned):
+            around = parent_of(around)
+        names = list(self._unplanned(model, around, length))[:_MOST_NAMES]
+        if not names or around in self._planned:
+            return ""
+        return (
+            f"the plan cuts layers of {around or 'the model'}, and does not name {' or '.join(names)}; if such features meet, give the "
+            f"layer a style, such as {_STYLES}"
         )
 
     def _forgotten(self, model: nn.Module, failed: str, length: int) -> list[str]:
@@ -93,32 +108,26 @@ def _failed(model: nn.Module, error: BaseException) -> str:
     """The innermost module whose forward has failed."""
     names = {id(part): name for name, part in model.named_modules()}
     failed = ""
-    for traceback in _frames(error):
+    for traceback in frames(error):
         failed = names.get(id(traceback.tb_frame.f_locals.get("self")), failed)
     return failed
 
 
-def _frames(error: BaseException) -> Iterator[TracebackType]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
-
-
-def _is_of_shapes(error: BaseException) -> bool:
-    """Whether torch has raised it, for shapes that do not fit. Other types, such as `OutOfMemoryError`, are of something else."""
-    if type(error) not in (RuntimeError, AssertionError) or not _SHAPES.search(str(error)):
-        return False
-    *_, last = _frames(error)
-    code = last.tb_frame.f_code
-    is_python = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]  # else a call of torch's library has failed
-    return not is_python or code.co_filename.startswith(_TORCH)
-
-
 def _tells(said: str, length: int, part: int) -> bool:
     """Whether an error is about both lengths, or about numbers of elements that are in their proportion, as that of a view."""
-    if view := re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", said):
+    if view := _VIEW.search(said):
         return prod(map(int, view[1].split(","))) * part == int(view[2]) * length
-    numbers = set(map(int, re.findall(r"\d+", said)))
-    numbers |= {prod(map(int, each.split(","))) for each in re.findall(r"\[(\d+(?:, \d+)*)\]", said)}
-    return {length, part} <= numbers
+    return {length, part} <= _numbers(said)
+
+
+def _tells_proportion(said: str, length: int, part: int) -> bool:
+    """Whether an error is about two numbers in the proportion of both lengths, such as numbers of heads."""
+    numbers = set() if _VIEW.search(said) else _numbers(said)
+    return any(one * part == other * length for one in numbers for other in numbers if one != other)
+
+
+def _numbers(said: str) -> set[int]:
+    """The lengths in an error, and the products of the lists in it."""
+    said = _NO_LENGTHS.sub("", said)
+    lists = re.findall(r"\[(\d+(?:, \d+)*)\]", said)
+    return {*map(int, re.findall(r"\d+", said)), *(prod(map(int, each.split(","))) for each in lists)} - {0}

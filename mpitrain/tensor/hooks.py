@@ -1,7 +1,6 @@
 """Forward hooks: how a stream of activations enters and leaves the regions, blocks and other modules of a cut model."""
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -66,17 +65,6 @@ class _FirstCheck:
             key = next(key for key, hook in module._forward_hooks.items() if hook is self)
             del module._forward_hooks[key]
             _check_paths(first.grad_fn, self._name, is_cut=self._is_cut)
-
-
-def explain(name: str, module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook of a region, also called after an exception: adds to torch's own error what the rules of a region are."""
-    error = sys.exception()
-    if output is None and isinstance(error, RuntimeError):
-        error.add_note(
-            f"{name or 'The model'} is a region of tensor_parallel. It gets all tokens, and must not write to its input in place. "
-            "After its row layer, with sequence parallelism, it has this rank's tokens alone. A residual connection belongs in a "
-            "module around it."
-        )
 
 
 _ENTRIES, _SUMS = (

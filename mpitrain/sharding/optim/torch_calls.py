@@ -1,6 +1,7 @@
 """Replacements for functions of torch that would see only this rank's rows of a parameter: see also `mpitrain.optim.torch_calls`."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpitrain.sharding.step.step import check_reduced, routes_of
 from mpitrain.sharding.unit import rows
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import all_sharded
-from mpitrain.torch_internals import set_compiler
+from mpitrain.torch_internals import set_compiler, storage_of
 
 
 @functools.cache
@@ -25,6 +26,8 @@ def watch_calls() -> None:
     around(torch.autograd, "_engine_run_backward", _run_backward)
     around(torch.optim.Optimizer, "state_dict", rows.state_dict_of)
     around(torch.optim.Optimizer, "load_state_dict", rows.load_state_dict)
+    for way in ("_share_fd_cpu_", "_share_filename_cpu_"):
+        around(torch.UntypedStorage, way, functools.partial(_share, os.getpid()))
 
 
 def _total_norm(original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +47,19 @@ def _unscale(
     """The check of `torch.amp.GradScaler` for overflows, and the division by its scale. RuntimeError if gradients wait."""
     check_reduced((param for group in optimizer.param_groups for param in group["params"]), "GradScaler.unscale_")
     return original(scaler, optimizer, *args)
+
+
+def _share(process: int, original: Callable[..., Any], storage: torch.UntypedStorage, *args: Any) -> Any:
+    """A tensor on its way to another process. torch moves it to memory of torch's own: RuntimeError if it is a parameter's."""
+    if os.getpid() == process:  # a worker of a data loader moves only what it has itself
+        memory = storage._cdata
+        for param in all_sharded():
+            if memory in (storage_of(param.full), storage_of(param.shard)):
+                raise RuntimeError(
+                    f"share_memory_, or a tensor for another process: the memory of {param.name} belongs to a sharded model and "
+                    "must stay where it is; share a copy (param.detach().clone())"
+                )
+    return original(storage, *args)
 
 
 def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,15 @@
 """Full parameters outside of forward and backward: unshard, full state dicts, the summary."""
 
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from parity_models import Residual
 from sharded_models import loss_of, mine, shard
 from torch import nn
+from torch.multiprocessing.reductions import reduce_storage
 from ways import WAYS
 
 import mpitrain
@@ -101,6 +104,40 @@ def test_numpy_arrays_of_full_parameters(comm: Communicator, way: str, kept: boo
     assert len(found) == (len(expected) if comm.rank == 0 else 0)
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
+def test_what_hands_full_parameters_to_other_code(comm: Communicator, way: str, shared_tmp: Path) -> None:
+    """The model is of use afterwards, also if the code gets an error."""
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    shard(model, comm, way)
+    whole = plain[0].weight.detach()
+
+    def check(values: object) -> None:
+        torch.testing.assert_close(torch.as_tensor(values), whole.expand(values.shape))  # type: ignore[attr-defined]
+
+    def moved(weight: torch.Tensor) -> None:
+        for share in (weight.share_memory_, lambda: reduce_storage(weight.untyped_storage())):
+            with pytest.raises(RuntimeError, match=r"^share_memory_, .* memory of 0\.weight .* share a copy \(.*\)$"):
+                share()
+        check(weight.detach().clone().share_memory_())
+
+    for use in (
+        moved,
+        lambda weight: check(comm.all_gather(torch.empty(comm.size, 4, 4), weight)),
+        lambda weight: check(comm.broadcast(weight).detach()),
+        lambda weight: check(np.from_dlpack(weight.detach())),
+        lambda weight: mpitrain.save(shared_tmp / "saved", model),
+    ):
+        with unshard(model):
+            use(model[0].weight)
+        model(torch.ones(1, 4)).sum().backward()
+        found = mpitrain.full_state_dict(model)
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in found.items())
+    mpitrain.load(shared_tmp / "saved", model)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -138,6 +138,64 @@ def test_other_errors_of_shapes(
         model(torch.ones(2, 6))
 
 
+class ByHeads(nn.Module):
+    """Attention with heads of 2 features. `core`: from the heads of q, k and v."""
+
+    def __init__(self, core: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 8) for _ in range(3))
+        self.o = nn.Linear(8, 6)
+        self.core = core
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(self.core(*heads).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def by_einsum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v)
+
+
+def of_other_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return q + k[:, :, 1:]
+
+
+def fails(*heads: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no heads today")
+
+
+def heads_plan(forgotten: str) -> dict[str, Style]:
+    return {f"*.{key}": Style("row" if key == "o" else "column", blocks=4) for key in "qkvo" if key not in forgotten}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("core", [nn.functional.scaled_dot_product_attention, by_einsum], ids=["torch", "einsum"])
+@pytest.mark.parametrize("forgotten", ["q", "k", "v", "qk"])
+def test_heads_of_a_forgotten_layer_meet_those_of_cut_ones(
+    comm: Communicator, core: Callable[..., torch.Tensor], forgotten: str
+) -> None:
+    """torch's error tells numbers of heads, which no layer has as a length."""
+    mesh = mpitrain.mesh(comm, tp=2)
+    model = nn.Sequential(nn.LayerNorm(6), ByHeads(core), ByHeads(core))
+    mpitrain.tensor_parallel(model, mesh["tp"], heads_plan(forgotten))
+    mpitrain.fully_shard(model, mesh, storage="private")
+    names = " or ".join(f"1.{name}" for name in forgotten)
+    with pytest.raises(RuntimeError, match=f"size.* - tensor_parallel: .* layers of 1, .* not name {names};") as caught:
+        model(torch.ones(2, 3, 6))
+    assert getattr(caught.value, "__notes__", []) == [], "no rules of regions, which it has not broken"
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("core", [of_other_lengths, fails], ids=["shapes", "no shapes"])
+def test_errors_that_have_nothing_to_do_with_the_plan(comm: Communicator, core: Callable[..., torch.Tensor]) -> None:
+    model = nn.Sequential(ByHeads(core))
+    mpitrain.tensor_parallel(model, comm, heads_plan(""))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4, 6))
+    assert "tensor_parallel" not in str(caught.value) and not hasattr(caught.value, "__notes__")
+
+
 @pytest.mark.ranks(2)
 def test_other_errors_stay_as_they_are(comm: Communicator) -> None:
     model = nn.Sequential()
