@@ -161,6 +161,16 @@ def test_a_link_is_a_part_of_a_sample(tmp_path: Path) -> None:
     }
 
 
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    for format in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        assert len(read(tar_of(tmp_path / "a.tar", [entry("x" * 4092 + ".txt", b"0")], format))) == 1
+        path = tar_of(tmp_path / "a.tar", [entry("x" * 4093 + ".txt", b"0")], format)
+        with pytest.raises(
+            DamagedShardError, match=r"a.tar: the entry at byte \d+ has a name of 4097 bytes; expected 4096"
+        ):
+            open_shard(path, "a.tar", "tar")
+
+
 def test_long_names_of_links(tmp_path: Path) -> None:
     name = f"{'x' * 120}/{'y' * 120}.txt"
     for format in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):

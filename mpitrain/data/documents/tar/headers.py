@@ -19,6 +19,7 @@ from mpitrain.data.documents.tar.numbers import BLOCK, is_header, number
 from mpitrain.data.documents.tar.sparse import Extents, of_old_gnu, of_pax
 
 _MOST_HEADER_BYTES = 1 << 20  # of a long name or pax header
+_MOST_NAME_BYTES = 4096  # as Linux
 _MOST_PADDING = 1 << 20  # of an archive: tar's largest usual record
 _PIECE = 512  # headers at a time: 256 KiB, which stay in a core's cache
 _SIZE_AND_KIND = Struct("124x11sB20xB")  # of a header: the digits of the size, what ends them, and the kind
@@ -133,6 +134,8 @@ def _odd_member(
     """
     begin, where = at + BLOCK, f"{file.name}: the entry at byte {at}"
     if name := more.name:
+        if len(name) > _MOST_NAME_BYTES:
+            raise DamagedShardError(f"{where} has a name of {len(name)} bytes; expected {_MOST_NAME_BYTES} at most")
         found.names[at] = name
     if target := more.linkpath or more.long_target:
         found.targets[at] = target
