@@ -170,10 +170,18 @@ class _Version(msgspec.Struct):
     version: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def _typed(value: Any, kind: type[T]) -> T:
+def converted(value: Any, kind: type[T]) -> T:
+    """`value`, which came from JSON, as the type `kind` of msgspec. ValueError with the place of what is wrong."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # msgspec refuses half of a surrogate pair
+        raise ValueError(str(error)) from None
+
+
+def _typed(value: Any, kind: type[T]) -> T:
+    try:
+        return converted(value, kind)
+    except ValueError as error:
         raise refused(f"its header: {error}") from None
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ckpt.format.validation import converted
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 
@@ -27,6 +29,6 @@ class _Documents(msgspec.Struct):
 def check(meta: Mapping[str, Any]) -> None:
     """ValueError unless `meta` is as `DocumentBatches.described` makes it."""
     try:
-        msgspec.convert(dict(meta), _Documents)
-    except msgspec.ValidationError as error:
+        converted(dict(meta), _Documents)
+    except ValueError as error:
         raise ValueError(f"data: the checkpoint's meta has what no run writes: {error}") from None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 import ckpt
+from ckpt.format.validation import converted
 from mpitrain.config.parallel import Wire
 
 MAX_LEFT_OUT = 1 << 20
@@ -72,8 +73,8 @@ def checked(meta: dict[str, Any], where: object) -> dict[str, Any]:
             "load it with mpitrain.load or ckpt.load"
         )
     try:
-        found = msgspec.convert(meta, _Meta)
-    except msgspec.ValidationError as error:
+        found = converted(meta, _Meta)
+    except ValueError as error:
         raise ckpt.CheckpointError(f"{where}: its meta has what no run writes: {error}") from None
     seen = found.data.next_sample
     if far := next((end for _, end in found.health.left_out if end > seen + MAX_LEFT_OUT), None):
@@ -105,8 +106,8 @@ class _OfAge(msgspec.Struct):
 def age_of(start: Path | ckpt.Url | None) -> Age:
     """The age of a checkpoint. Age() without one, or if it cannot be read: a load then reports the error."""
     try:
-        found = msgspec.convert({} if start is None else ckpt.open(start).meta, _OfAge)
-    except (ckpt.CheckpointError, msgspec.ValidationError):
+        found = converted({} if start is None else ckpt.open(start).meta, _OfAge)
+    except ValueError:
         return Age()
     return Age(found.lease_run, found.lease, found.step)
 
@@ -119,8 +120,8 @@ class _OfWires(msgspec.Struct):
 def wires_of(start: Path | ckpt.Url | None, num_ranks: int, num_nodes: int) -> dict[str, Wire]:
     """The formats of a checkpoint that was saved on these numbers of ranks and nodes, by setting; empty without one."""
     try:
-        found = msgspec.convert({} if start is None else ckpt.open(start).meta, _OfWires)
-    except (ckpt.CheckpointError, msgspec.ValidationError):  # loading the checkpoint reports the error, or reads a copy
+        found = converted({} if start is None else ckpt.open(start).meta, _OfWires)
+    except ValueError:  # loading the checkpoint reports the error, or reads a copy
         return {}
     if (found.num_ranks, found.wires.num_nodes) != (num_ranks, num_nodes):
         return {}

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import msgspec
 
 import ckpt
+from ckpt.format.validation import converted
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
@@ -49,7 +50,7 @@ def part_of_meta(meta: Mapping[str, Any], name: str, path: str) -> Any:
     if name not in meta:
         return None
     try:
-        msgspec.convert(meta[name], _TYPES[name])
-    except msgspec.ValidationError as error:
+        converted(meta[name], _TYPES[name])
+    except ValueError as error:
         raise ckpt.CheckpointError(f"{path}: its meta has under {name!r} what no save writes: {error}") from None
     return meta[name]
