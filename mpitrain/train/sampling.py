@@ -66,7 +66,7 @@ def _check_fit(folder: Place, sizes: TransformerConfig) -> None:
     try:
         with torch.device("meta"):
             model = build(sizes)
-    except RuntimeError as error:  # more elements than there are numbers
+    except (RuntimeError, TypeError, OverflowError) as error:  # more elements than torch has numbers for
         raise ckpt.CheckpointError(f"{problem}: {in_a_line(error)}") from None
     for name, param in model.named_parameters():
         if (shape := there.get(f"model/{name}")) != param.shape:

@@ -66,6 +66,7 @@ SIZES = {
     "context": (["--model.context", "1000000000000"], "wpe.weight would have the shape"),
     "vocab": (["--model.vocab", "1000000000000000"], "wte.weight would have the shape"),
     "overflow": (["--model.width", str(1 << 62)], "does not fit its tensors"),
+    "no number of torch": (["--model.width", str(10**30)], "does not fit its tensors|expected a number"),
     "another family": (["--model.family", "llama"], "does not fit its tensors"),
 }
 
