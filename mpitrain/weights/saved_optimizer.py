@@ -13,6 +13,7 @@ from torch import nn
 import ckpt
 from ckpt.convert.formats.safetensors import some
 from ckpt.ranks import ranks_of
+from ckpt.storage.local import in_a_line
 from collectives import Communicator
 from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.weights.by_copy import SavedCopies
@@ -168,7 +169,13 @@ class SavedOptimizer:
         self._take_others(saved)
         if "state" in vars(optimizer):  # a wrapper has it from another optimizer
             # as torch's load_state_dict does: settings that a later version of torch has get their defaults
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+            try:
+                optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+            except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+                raise ckpt.CheckpointError(
+                    f"{there.path}: {type(optimizer).__name__} does not take the state there: {type(error).__name__}: "
+                    f"{in_a_line(error)}"
+                ) from error
 
     def _state_of(self, param: nn.Parameter, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter from what `room` has got, on the devices that torch's load_state_dict chooses."""

@@ -20,16 +20,22 @@ from mpitrain.config import parse, to_toml
 from mpitrain.models import build
 
 _CONFIG = parse(["--model.width", "8", "--model.layers", "1", "--model.heads", "2", "--model.context", "8"])
-_OPTIMIZERS = (torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD)
+_OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], tuple[str, ...], tuple[str, ...]]] = [
+    (torch.optim.AdamW, ("step",), ("exp_avg", "exp_avg_sq")),
+    (torch.optim.NAdam, ("step", "mu_product"), ("exp_avg", "exp_avg_sq")),
+    (torch.optim.SGD, (), ("momentum_buffer",)),
+]
+"""With the state that a step gives them: numbers, and tensors like the parameter. torch's first step imports for seconds."""
 
 
 def _trained(number: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model after a step, and its optimizer."""
-    torch.manual_seed(0)
+    """A model as after a step, and its optimizer."""
+    kind, numbers, tensors = _OPTIMIZERS[number]
     model = build(_CONFIG.model.resolve())
-    optimizer = _OPTIMIZERS[number]([{"params": [param], "lr": 0.5} for param in model.parameters()], lr=0.1)
-    model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
-    optimizer.step()
+    optimizer = kind([{"params": [param], "lr": 0.5} for param in model.parameters()], lr=0.1)  # type: ignore[call-arg]
+    for param in model.parameters():
+        state = {name: torch.ones(()) for name in numbers} | {name: torch.ones_like(param) for name in tensors}
+        optimizer.state[param] = state
     return model, optimizer
 
 

@@ -139,6 +139,18 @@ def test_a_value_of_a_stranger_is_refused(tmp_path: Path, value: Any) -> None:
             mpitrain.load(tmp_path / "a", model)
 
 
+def test_a_state_that_the_optimizer_does_not_take(tmp_path: Path) -> None:
+    """NAdam looks for a number that the checkpoint lacks."""
+    model = model_of()
+    tensors: dict[str, Any] = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    tensors |= {f"optimizer/step/{name}": np.ones((), np.float32) for name in names}
+    meta = {"optimizer": {"kind": "NAdam", "groups": [{"lr": 0.5}], "names": [names], "state": {}}}
+    ckpt.save(tmp_path / "a", tensors, comm=None, meta=meta)
+    with pytest.raises(ckpt.CheckpointError, match="NAdam does not take the state there: KeyError: 'mu_product'"):
+        mpitrain.load(tmp_path / "a", model, optim.NAdam(model.parameters()))
+
+
 @pytest.mark.parametrize(
     ("part", "value"),
     [
