@@ -137,7 +137,7 @@ class ShardCache:
     def _replaced(self, shard: str, version: str) -> str:
         """Whether a store has given other bytes than it has listed; "" if not, or if it says nothing of versions."""
         listed = self._versions.get(shard, "")
-        if not listed or not version or version == listed:
+        if not listed or version in ("", listed) or _has_version(ckpt.Url(shard), listed):
             return ""
         return f"it was replaced since the start: expected version {listed} as listed, got {version}; start again"
 
@@ -178,6 +178,14 @@ class ShardCache:
             with suppress(OSError), _locked(file.with_suffix(".lock"), wait=False):  # not while another rank fetches it
                 file.unlink()
                 used -= size
+
+
+def _has_version(url: ckpt.Url, version: str) -> bool:
+    """Whether a store still gives this version of a file. Some give another one in a list than of the file alone."""
+    with suppress(OSError):
+        its = url.parent.infos().get(url.name)
+        return version in (url.info().version, its.version if its is not None else "")
+    return False
 
 
 def _make_private(folder: Path) -> None:

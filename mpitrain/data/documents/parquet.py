@@ -72,7 +72,7 @@ class ParquetReader:
                 raise
             except OSError as error:
                 if error.errno is not None:  # of the temporary file
-                    raise
+                    raise OSError(error.errno, f"{self.name}, row group {group}: {error.strerror}") from None
                 raise self._damaged(f", row group {group}: {error}") from None
             except self._errors as error:
                 raise self._damaged(f", row group {group}: {error}") from None

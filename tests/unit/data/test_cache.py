@@ -16,6 +16,7 @@ import pytest
 from launching import ROOT
 from s3_server import Fault, S3Server
 
+from ckpt import Url
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedShardError
 from mpitrain.data.shards import list_shards
@@ -88,6 +89,13 @@ def test_a_shard_that_was_replaced_by_one_of_the_same_size(
         DamagedShardError, match=r"9.tar: it was replaced since the start: expected version .*; start again"
     ):
         read(cache, listed.paths[0], len(DATA))
+
+
+def test_a_store_that_says_two_versions_of_a_file(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = list_shards([f"{bucket}/1.tar"])
+    whole = Url.download
+    monkeypatch.setattr(Url, "download", lambda *args, **known: whole(*args, **known) + " as it is downloaded")
+    assert read(ShardCache(tmp_path, versions=shards.versions), shards.paths[0], len(DATA) + 1) == DATA + b"\x01"
 
 
 def test_a_compressed_file_that_was_replaced_by_one_of_the_same_size_and_time(tmp_path: Path) -> None:

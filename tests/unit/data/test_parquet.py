@@ -82,6 +82,15 @@ def test_a_small_file_that_stands_for_much_text(tmp_path: Path, encoding: str) -
     assert peak_bytes() - before < 12 << 20
 
 
+def test_no_room_for_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet.write_table(arrow.table({"text": ["some text"] * 10}), tmp_path / "a.parquet")
+    reader = ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=Limits(held_bytes=20))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    text = "a.parquet, row group 0: texts beyond 20 bytes cannot be written into .*missing: No such file .*TMPDIR names another one"
+    with pytest.raises(OSError, match=text):
+        read(reader)
+
+
 def test_a_page_that_is_too_large(tmp_path: Path) -> None:
     """As in files that have all rows of a row group in one page."""
     texts = [f"{n} " * 100 for n in range(2000)]
