@@ -3,7 +3,8 @@
 Each rank computes the mean and the variance of each channel over its own batch. One message in the forward merges them in float64,
 where the sums of squares keep the variance of float32 inputs whose mean is large. Float64 inputs need a second message: it adds squares
 of distances to the common mean (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983, the two-pass algorithm).
-One message in the backward adds the two sums of each channel that the gradient of the input needs.
+One message in the backward adds the two sums of each channel that the gradient of the input needs. A backward with `create_graph=True`
+sends two more, for the graph of the mean and the variance.
 """
 
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
@@ -30,7 +30,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Input: (N, C, ...), with the same C and dtype on all ranks. N and the sizes behind C may differ between ranks; N may be 0. In
     training each forward and each backward is collective; in evaluation the layer is torch's own, which without running statistics
-    takes those of this rank's batch. Second derivatives are refused, as by torch's SyncBatchNorm. ValueError on all ranks if they have
+    takes those of this rank's batch. Second derivatives are those of the whole batch, too. ValueError on all ranks if they have
     at most one value of a channel together, or at the first forward another C or dtype; ValueError for a shape that the layer refused
     before it was converted.
 
@@ -157,9 +157,10 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, mean, var = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return *_with_graph(x, weight, grad, ctx.count, ctx.eps, ctx.comm), None, None, None, None, None
         inverse = (var.double() + ctx.eps).rsqrt()  # of the standard deviation
         of_weight = of_bias = torch.zeros_like(mean)
         if x.numel():  # torch's kernel divides by zero for an empty input
@@ -180,6 +181,44 @@ class _Normalise(torch.autograd.Function):
         if weight is None:
             return grad_x, None, None, None, None, None, None, None
         return grad_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None, None, None
+
+
+def _with_graph(
+    x: torch.Tensor, weight: torch.Tensor | None, grad: torch.Tensor, count: int, eps: float, comm: Communicator
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, weight and bias, as functions of all three arguments that autograd can derive. Collective.
+
+    The mean and the variance depend on x; `_Normalise` has saved their values alone.
+    """
+    kind, dims, shape = _kind(x), [0, *range(2, x.dim())], (1, -1, *[1] * (x.dim() - 2))
+    grad = grad.to(kind)
+    from_mean = x.to(kind) - (_Sum.apply(x.to(kind).sum(dims), comm) / count).view(shape)
+    var: torch.Tensor = _Sum.apply(from_mean.square().sum(dims), comm) / count
+    inverse = (var + eps).rsqrt()
+    normalised = from_mean * inverse.view(shape)
+    own = torch.stack([(grad * normalised).sum(dims), grad.sum(dims)])
+    along_x, constant = _Sum.apply(own, comm) / count
+    scale = inverse if weight is None else inverse * weight.to(kind)
+    grad_x = scale.view(shape) * (grad - constant.view(shape) - along_x.view(shape) * normalised)
+    if weight is None:
+        return grad_x.to(x.dtype), None, None
+    of_weight, of_bias = own.to(weight.dtype)
+    return grad_x.to(x.dtype), of_weight, of_bias
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks of `comm`. Its gradient is the sum of the ranks' gradients. Collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        total = x.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Sum.apply(grad, ctx.comm), None
 
 
 def convert_sync_batchnorm(module: nn.Module, comm: Communicator | None = None) -> nn.Module:

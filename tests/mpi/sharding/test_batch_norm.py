@@ -1,6 +1,7 @@
 """SyncBatchNorm against one process that has the whole batch."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,6 +89,40 @@ def test_other_dtypes(comm: Communicator, dtype: torch.dtype, mean: float, toler
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected[mine], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(part.grad, whole.grad[mine], rtol=tolerance, atol=tolerance)
+
+
+def composed(norm: nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
+    """BatchNorm by operations of torch, of which all derivatives are right; the third of torch's own layer is not."""
+    var, mean = torch.var_mean(x, (0, 2, 3), correction=0, keepdim=True)
+    normalised = (x - mean) / (var + norm.eps).sqrt()
+    return normalised if norm.weight is None else normalised * norm.weight.view(3, 1, 1) + norm.bias.view(3, 1, 1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_second_and_third_derivatives(comm: Communicator, dtype: torch.dtype, tolerance: float, affine: bool) -> None:
+    """Of a penalty for the gradient of the input, as WGAN-GP has it. Rank 1 has no row."""
+    plain = filled(nn.BatchNorm2d(3, affine=affine).to(dtype))
+    layer = mpitrain.convert_sync_batchnorm(copy.deepcopy(plain), comm)
+    mine, count = my_rows(comm)
+    draw = torch.Generator().manual_seed(1)
+    whole, weights = (torch.randn(count, 3, 2, 4, generator=draw).to(dtype) for _ in range(2))
+    part = whole[mine].contiguous(memory_format=torch.channels_last).requires_grad_()
+    whole.requires_grad_()
+    found = []
+    for norm, x, of in ((partial(composed, plain), whole, weights), (layer, part, weights[mine])):
+        (first,) = torch.autograd.grad((norm(x).tanh() * of).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+        second.square().sum().backward()
+        found.append([first.detach(), second.detach(), x.grad])
+    for expected, value in zip(*found, strict=True):
+        assert value.dtype == dtype
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(value, expected[mine], rtol=tolerance, atol=tolerance * scale)
+    for param, of_plain in zip(layer.parameters(), plain.parameters(), strict=True):
+        scale = float(of_plain.grad.abs().max())
+        grad = comm.all_reduce(param.grad.clone())
+        torch.testing.assert_close(grad, of_plain.grad, rtol=tolerance, atol=tolerance * scale)
 
 
 class Net(nn.Module):
