@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives.processes import age_s, stat_fields
+from collectives.texts import without_secrets
 
 
 class _Launcher(NamedTuple):
@@ -284,7 +285,7 @@ def _check_torch_launcher(library: str, environ: Mapping[str, str]) -> None:
     shown = {name: environ[name] for name in (_TORCHRUN_VARIABLE, *_TORCH_VARIABLES) if name in environ}
     of_node = environ.get("LOCAL_WORLD_SIZE", size)
     hosts = f" -H HOST:{of_node},..." if of_node != size else ""
-    program = _command()
+    program = without_secrets(_command())
     program = program if len(program) <= _SHOWN_CHARACTERS else f"{program[:_SHOWN_CHARACTERS]} ..."
     raise RuntimeError(
         f"{launcher} has started {number or 'the'} processes ({', '.join(f'{name}={its}' for name, its in shown.items())}), but MPI "

@@ -12,6 +12,7 @@ import collectives
 from collectives import recovery
 from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.diagnosis import write_failure
+from collectives.texts import shown, without_secrets
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
        python -m mpitrain elastic [options] -- mpirun ...       start a job, and start it again after failures (--help shows more)
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main(list(sys.argv[1:] if argv is None else argv))
         except SystemExit as end:
             if isinstance(end.code, str):  # which Python prints at the end
+                end.code = without_secrets(end.code)
                 write_failure(end.code, make_folder=False)
             raise
 
@@ -128,7 +130,7 @@ def _main(words: list[str]) -> int:
             raise  # ends the job, with this rank's traceback
         _mark_refusal(error, collectives.world().rank)
         if collectives.world().rank == 0:
-            line = "; ".join([f"mpitrain: error: {error}", *getattr(error, "__notes__", ())])
+            line = _line("; ".join([str(error), *getattr(error, "__notes__", ())]), error)
             print(line, file=sys.stderr, flush=True)
             write_failure(line, make_folder=False)
         collectives.world().barrier()  # first the line must be out: when a rank leaves, mpirun ends the others
@@ -138,7 +140,7 @@ def _main(words: list[str]) -> int:
 
 
 def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool) -> None:
-    from mpitrain.config import from_toml, parse
+    from mpitrain.config import ConfigError, hidden, of_run, parse
 
     if show_usage:
         print(USAGE)
@@ -147,7 +149,12 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
         config = parse(words)
         settings = Path(config.run) / "config.toml"
         if config.train.eval_only and settings.exists():
-            config = parse(words, from_toml(settings))  # evaluate with the run's own data and settings
+            config = parse(words, of_run(settings))  # evaluate with the run's own data and settings
+        if of_secrets := hidden(config):
+            raise ConfigError(
+                f"{of_secrets[0]}: the address has a secret, which is not taken from the run's folder; give the setting again, or "
+                f"--config {settings}"
+            )
     if config.log.modules:
         from mpitrain.monitor.adding import import_modules
 
@@ -199,13 +206,20 @@ def _in_one_process(run: Callable[[list[str]], int | None], words: list[str]) ->
         with ends_with_its_reader():
             return run(words) or 0
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        line = f"mpitrain: error: {error}"
+        line = _line(str(error), error)
         print(line, file=sys.stderr)
         write_failure(line, make_folder=False)
         return 1
     except KeyboardInterrupt:
         print("mpitrain: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as of a shell
+
+
+def _line(text: str, error: Exception) -> str:
+    """The line of an error. Names of files and values in it may be a stranger's, and addresses may have secrets. The errors of jobs
+    that a command has started have several lines."""
+    has_lines = not isinstance(error, ValueError | OSError)
+    return f"mpitrain: error: {shown(without_secrets(text), lines=has_lines)}"
 
 
 def _memory(words: list[str]) -> None:
@@ -310,6 +324,7 @@ def _sample(words: list[str]) -> None:
     options = parser.parse_args(words)
     from mpitrain.train.sampling import sample
 
+    is_shown = sys.stdout.isatty()
     for text in sample(
         options.checkpoint,
         options.prompt,
@@ -318,7 +333,7 @@ def _sample(words: list[str]) -> None:
         seed=options.seed,
         tokenizer_file=options.tokenizer,
     ):
-        print(text, end="", flush=True)
+        print(shown(text, lines=True) if is_shown else text, end="", flush=True)
     print()
 
 

@@ -98,7 +98,7 @@ def _show_checkpoint(checkpoint: Checkpoint, with_stats: bool, as_json: bool) ->
     print(f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, saved{ranks} {age} ago")
     for key, value in checkpoint.meta.items():
         text = json.dumps(value)
-        print(f"  {key}: {text if len(text) <= _META_WIDTH else text[:_META_WIDTH] + ' ...'}")
+        print(f"  {printable(key)}: {text if len(text) <= _META_WIDTH else text[:_META_WIDTH] + ' ...'}")
     if stats:
         table = new_table("TENSOR", "DTYPE", "SHAPE>", "MEAN>", "STD>", "MIN>", "MAX>", "NAN>", "INF>")
     else:
@@ -108,8 +108,10 @@ def _show_checkpoint(checkpoint: Checkpoint, with_stats: bool, as_json: bool) ->
     for name, entry in checkpoint.items():
         for group in [group for group in groups if name.startswith(group)]:
             count, nbytes = groups.pop(group)
-            table.add_row(Text(group), "", f"{count} tensors", *([] if stats else [size_text(nbytes)]), style="bold")
-        what = Text(name), entry.dtype.name, shape_text(entry.shape)
+            table.add_row(
+                Text(printable(group)), "", f"{count} tensors", *([] if stats else [size_text(nbytes)]), style="bold"
+            )
+        what = Text(printable(name)), entry.dtype.name, shape_text(entry.shape)
         table.add_row(*what, *(_stats_cells(stats[name]) if stats else _placement_cells(entry)))
     print_table(table)
 
@@ -165,11 +167,11 @@ def _show_tensor(entry: TensorEntry, with_stats: bool, picture: str | None, as_j
     if as_json:
         print_json({"name": entry.name, **_json(entry, stats, histogram)})
         return
-    print(f"{entry.name}: {entry.dtype.name} {entry.shape}, {size_text(entry.nbytes)}")
+    print(f"{printable(entry.name)}: {entry.dtype.name} {entry.shape}, {size_text(entry.nbytes)}")
     if entry.axes is not None:
         print(f"mesh axes: {_axes_text(entry)}")
     for file, box in entry.blocks:
-        print(f"  {file}: {box}")
+        print(f"  {printable(file)}: {box}")
     if stats:
         names = ("mean", "std", "min", "max", "NaN", "infinite")
         print(", ".join(f"{name} {cell}" for name, cell in zip(names, _stats_cells(stats), strict=True) if cell))

@@ -18,6 +18,7 @@ from ckpt.storage.progress import Progress, no_progress
 from ckpt.storage.remote import Url
 from collectives.commands.terminal import Commands as Commands
 from collectives.commands.terminal import UsageError as UsageError
+from collectives.texts import shown, without_secrets
 
 
 def complain(error: Exception, *, of_all_ranks: bool) -> None:
@@ -27,7 +28,8 @@ def complain(error: Exception, *, of_all_ranks: bool) -> None:
     """
     comm = collectives.world() if of_all_ranks and collectives.launched_rank() >= 0 else None
     if comm is None or comm.rank == 0:
-        print("; ".join([f"ckpt: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr, flush=True)
+        line = "; ".join([f"ckpt: {error}", *getattr(error, "__notes__", ())])
+        print(shown(without_secrets(line), lines=True), file=sys.stderr, flush=True)
     if comm is not None:
         comm.barrier()
         collectives.leave_together()
@@ -133,8 +135,8 @@ def can_print(text: str) -> bool:
 
 
 def printable(name: str) -> str:
-    """The name of a file or folder, with escapes for characters that could attack the terminal."""
-    return name if name.isprintable() else repr(name)
+    """A text of a file, such as a name, with escapes for characters that could attack the terminal."""
+    return shown(name)
 
 
 def size_text(nbytes: int) -> str:

@@ -38,8 +38,10 @@ _around: dict[Path, list[LocalPath]] = {}  # by board: the folders around it tha
 class Stage:
     """The folder in which one checkpoint is made: `open`, fill, then `publish` or `discard`."""
 
-    def __init__(self, final: LocalPath) -> None:
+    def __init__(self, final: LocalPath, *, private: bool = False) -> None:
+        """`private`: the folder is for this user alone, whatever the umask."""
         self.final = final
+        self._mode = 0o700 if private else 0o777
         self.path = final.parent / f".{final.name}.staging"
         self._token = ""  # empty: not begun, or ended
         self._board: LocalPath | None = None
@@ -84,7 +86,7 @@ class Stage:
         self._board = self.final.parent / f".{self.final.name}.{token[:8]}.board"
         # Made in the signed stage, so that no process finds a board without an owner.
         unsigned = self.path / ".board"
-        unsigned.mkdir()
+        unsigned.mkdir(self._mode)
         write_file(unsigned / OWNER_NAME, signature(token), durable=False)
         os.rename(unsigned, self._board)
         _around[self._board] = self._made
@@ -160,7 +162,7 @@ class Stage:
         # others can read its owner.
         unsigned = parent / f".{self.final.name}.{self._token[:8]}.staging"
         try:
-            unsigned.mkdir()
+            unsigned.mkdir(self._mode)
             write_file(unsigned / OWNER_NAME, signature(self._token), durable=False)
             os.rename(unsigned, self.path)
         except BaseException as error:

@@ -10,13 +10,13 @@ from ckpt.storage.places import Place
 from ckpt.storage.remote import Url
 
 
-def stage_for(final: Place) -> Stage | Upload:
+def stage_for(final: Place, *, private: bool = False) -> Stage | Upload:
     """The object that makes or removes the checkpoint `final`.
 
     In a local place the commit is a rename, in a remote place the upload of the manifest. The object has a `path`, where each rank puts
-    its files. Only rank 0 calls `open`, `publish`, `discard`, `withdraw` and `newest_sequence`.
+    its files. Only rank 0 calls `open`, `publish`, `discard`, `withdraw` and `newest_sequence`. `private`: see `Stage`.
     """
-    return Upload(final) if isinstance(final, Url) else Stage(final)
+    return Upload(final) if isinstance(final, Url) else Stage(final, private=private)
 
 
 def retain(final: Place, keep: int | None, keep_every: int | None = None) -> None:

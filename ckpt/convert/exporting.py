@@ -103,6 +103,7 @@ def export(
             output = new_output(name)
             if compression is None:
                 check_room(output.temporary, _HEADERS_BYTES + sum(source.nbytes for source in part))
+            os.close(output.make())
             with naming(output.path):
                 write(output.temporary, part)
                 output.flush()

@@ -28,6 +28,7 @@ class Arguments(NamedTuple):
     keep: int | None
     keep_every: int | None
     overwrite: bool
+    private: bool
 
 
 class Agreed(NamedTuple):

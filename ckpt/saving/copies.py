@@ -71,11 +71,13 @@ def make_copies(
     retention: Retention,
     *,
     overwrite: bool,
+    private: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Copy the checkpoint `source` into each of `places`; `own`: the data file that this rank copies. Collective over `ranks`.
 
-    `check`: rank 0 calls it before it gives a copy its name, and before it removes older ones. An error of it ends the copy.
+    `private`: of the folders of copies in local places, see `Stage`. `check`: rank 0 calls it before it gives a copy its name, and
+    before it removes older ones. An error of it ends the copy.
     For a copy that could not be made, rank 0 gives a RuntimeWarning with the place and the reason.
     """
     if not places:
@@ -105,7 +107,8 @@ def make_copies(
             check()
             retain(final, retention.keep, retention.keep_every)
 
-        if problem := _Copy(source, stage_for(final), data, manifest, mine, ranks, overwrite, check).make():
+        stage = stage_for(final, private=private)
+        if problem := _Copy(source, stage, data, manifest, mine, ranks, overwrite, check).make():
             failed.append(f"the copy {final} was not made: {problem}; the checkpoint {source} stands")
         elif problem := _agreed(ranks, remove_old, on_rank_0=True):
             failed.append(f"old checkpoints beside the copy {final} were not removed: {problem}")

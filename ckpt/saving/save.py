@@ -49,6 +49,7 @@ def save(
     keep: int | None = None,
     keep_every: int | None = None,
     overwrite: bool = False,
+    private: bool = False,
     before_commit: Callable[[], None] | None = None,
 ) -> Path:
     """Write a checkpoint as the folder `path`, completely or not at all. Collective over `comm`; None means only this process.
@@ -77,6 +78,8 @@ def save(
             that end with a step, such as step-00000100, count and are removed: others, such as "best", stay.
         keep_every: a checkpoint is never removed if its step, the number at the end of its name, is a multiple of this number.
         overwrite: replace a checkpoint of that name, also a damaged one, or an empty folder; never a folder with foreign files.
+        private: the folder of the checkpoint, and of each copy in a local place, has mode 0700: for this user alone. Else the umask
+            decides, as for all files.
         before_commit: rank 0 calls it before it gives the checkpoint or a copy its name, before it writes `latest`, and before it
             removes older checkpoints. If it raises an error, all ranks give the save up (of a copy: the copy). So a job that has lost
             its folder to another job writes nothing there.
@@ -98,7 +101,9 @@ def save(
             warnings.warn(f"{problem}; expected a name such as step-00000100, or no keep", RuntimeWarning, stacklevel=3)
         held = inspect(tensors)
         line = encode_meta(meta or {})
-    arguments = Arguments(os.path.normpath(path), files, driver, bool(background), keep, keep_every, bool(overwrite))
+    arguments = Arguments(
+        os.path.normpath(path), files, driver, bool(background), keep, keep_every, bool(overwrite), bool(private)
+    )
     agreed = agree(held, arguments, comm, _DOING)
     plan = _plan(agreed, files, comm)
 
@@ -111,7 +116,7 @@ def save(
             if background:
                 buffer = take(mine)
             if comm.rank == 0:
-                stage = Stage(checked).open(overwrite=overwrite)
+                stage = Stage(checked, private=private).open(overwrite=overwrite)
                 check_free(stage.path, sum(room_of(file) for file in plan.files))
                 board = stage.make_board() if background and comm.size > 1 else None
                 opened = stage.path, stage.final, board, places
@@ -128,7 +133,7 @@ def save(
             stage.discard(board=True)
         raise
     job = _Job(
-        plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, of_save, places, retention, overwrite, before_commit
+        plan, folder, final, stage, agreed.tensors, mine, agreed.scalars, of_save, places, retention, overwrite, private, before_commit
     )  # fmt: skip
 
     def work(ranks: Ranks) -> None:
@@ -166,6 +171,7 @@ class _Job:
     copies: tuple[Place, ...]
     retention: Retention
     overwrite: bool
+    private: bool
     before_commit: Callable[[], None] | None
 
     def check(self) -> None:
@@ -275,7 +281,10 @@ def _carry_out(job: _Job, driver: Driver | None, ranks: Ranks) -> None:
                 mend_latest(job.final.parent)  # a concurrent save may have removed the checkpoint that `latest` names
     leads = own is not None and own.ranks[0] == ranks.rank
     copied = own.name if own and leads else None
-    make_copies(job.final, job.copies, copied, ranks, job.retention, overwrite=job.overwrite, check=job.check)
+    make_copies(
+        job.final, job.copies, copied, ranks, job.retention,
+        overwrite=job.overwrite, private=job.private, check=job.check,
+    )  # fmt: skip
 
 
 def _plan(agreed: Agreed, files: Files, comm: Ranks) -> _WritePlan:

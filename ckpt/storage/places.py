@@ -16,6 +16,7 @@ from ckpt.format.manifest import FILE_NAME, FORMAT, MAX_BYTES, MAX_LINE_BYTES, C
 from ckpt.format.validation import Header, decode_header, out_of_reach, refused
 from ckpt.storage.local_path import LocalFile, LocalFolder, LocalPath
 from ckpt.storage.remote import RemoteFile, RemoteFolder, Url
+from collectives.texts import without_secrets
 
 _BEGINNING = json.dumps({"format": FORMAT}, separators=(",", ":")).encode()[:-1]  # the beginning of every manifest
 
@@ -42,10 +43,10 @@ def place_of(path: str | os.PathLike[str]) -> Place:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         raise ValueError(
-            f"{text} cannot be reached: {error}; pip install 'mpitrain[remote]' brings what S3 needs"
+            f"{without_secrets(text)} cannot be reached: {error}; pip install 'mpitrain[remote]' brings what S3 needs"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{text} cannot be reached: {error}") from error
+        raise ValueError(f"{without_secrets(text)} cannot be reached: {error}") from error
     return Url(text)
 
 

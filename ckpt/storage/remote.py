@@ -10,6 +10,7 @@ from typing import Any
 from ckpt.format.manifest import CheckpointError, File
 from ckpt.storage import s3
 from ckpt.storage.file_info import FileInfo, info_of, known_info, version_of
+from collectives.texts import without_secrets
 
 _REQUEST_BYTES = 8 << 20  # the most bytes of one request; longer ranges are several requests
 _AHEAD_BYTES = 32 << 20  # the most bytes of a file that are fetched and held at a time
@@ -18,7 +19,7 @@ _AHEAD_BYTES = 32 << 20  # the most bytes of a file that are fetched and held at
 class Url(os.PathLike[str]):
     """A remote folder, or a name in one, with the methods of a `LocalPath` that we use.
 
-    Results are not cached between two calls. Every error, from any library, becomes an OSError that names the URL.
+    Results are not cached between two calls. Every error, from any library, becomes an OSError that names the URL, without secrets.
     """
 
     __slots__ = ("_path", "_scheme")
@@ -28,19 +29,20 @@ class Url(os.PathLike[str]):
         self._path = path.rstrip("/")
 
     def __str__(self) -> str:
-        return f"{self._scheme}://{self._path}"
+        """The address without user, password, key and signature, for messages. `os.fspath` gives the whole one."""
+        return without_secrets(os.fspath(self))
 
     def __fspath__(self) -> str:
-        return str(self)
+        return f"{self._scheme}://{self._path}"
 
     def __repr__(self) -> str:
         return f"Url({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Url) and str(self) == str(other)
+        return isinstance(other, Url) and os.fspath(self) == os.fspath(other)
 
     def __hash__(self) -> int:
-        return hash(str(self))
+        return hash(os.fspath(self))
 
     def __truediv__(self, name: str) -> "Url":
         return Url(f"{self._scheme}://{self._path}/{name}")
@@ -227,26 +229,32 @@ class Url(os.PathLike[str]):
 
         with self._named_errors():
             settings = _one_try(self._scheme) if one_try else {}
-            yield fsspec.core.url_to_fs(str(self), use_listings_cache=False, **settings)
+            yield fsspec.core.url_to_fs(os.fspath(self), use_listings_cache=False, **settings)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
         """A block of which all errors become OSErrors that name the URL."""
         try:
             yield
-        except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from error
-        except PermissionError as error:  # s3fs' have no number
-            raise PermissionError(errno.EACCES, error.strerror or str(error), str(self)) from error
-        except OSError as error:
-            if error.errno is not None and error.strerror:
-                raise OSError(error.errno, error.strerror, str(self)) from error
-            raise OSError(f"{self}: {error}") from error
         except Exception as error:
-            # Each library has its own errors, but ranks can only send errors that all ranks know.
-            if getattr(error, "status", None) in (401, 403):  # of HTTP
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self)) from error
-            raise OSError(f"{self}: {type(error).__name__}: {error}") from error
+            # Each library has its own errors, but ranks can only send errors that all ranks know. Theirs have the whole address.
+            cause = error if str(self) == os.fspath(self) else None
+            raise self._named(error) from cause
+
+    def _named(self, error: Exception) -> OSError:
+        """The error of a library as an OSError."""
+        text = without_secrets(str(error))
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        if isinstance(error, PermissionError):  # s3fs' have no number
+            return PermissionError(errno.EACCES, without_secrets(error.strerror or text), str(self))
+        if isinstance(error, OSError):
+            if error.errno is not None and error.strerror:
+                return OSError(error.errno, without_secrets(error.strerror), str(self))
+            return OSError(f"{self}: {text}")
+        if getattr(error, "status", None) in (401, 403):  # of HTTP
+            return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return OSError(f"{self}: {type(error).__name__}: {text}")
 
 
 def _one_try(scheme: str) -> dict[str, Any]:

@@ -99,7 +99,10 @@ def write_file(why: str) -> bool:
     try:
         RecordOutput.folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(text(why) + stacks_text)
+        partial.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(partial, flags, 0o666), "w") as stream:
+            stream.write(text(why) + stacks_text)
         partial.replace(file)
     except OSError as error:
         say(

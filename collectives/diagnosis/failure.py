@@ -13,7 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from collectives.texts import without_secrets
+
 _VARIABLE = "MPITRAIN_FAILURE_FILE"
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a link may lead to any file
 
 
 class _Output:
@@ -52,6 +55,7 @@ def write_failure(report: str, *, make_folder: bool = True) -> None:
         if also is not None and also.parent == file.parent:
             return  # the supervisor's, and so of a later launch by now
         file = None
+    report = without_secrets(report)
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.rstrip()}\n"
     if file is not None:
         with suppress(OSError):
@@ -74,13 +78,15 @@ def _also() -> Path | None:
 def _write(file: Path, text: str) -> bool:
     """Append a report; whether it is the first one in the file."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
     try:
-        partial.write_text(text)
+        with open(os.open(partial, _FLAGS | os.O_EXCL, 0o666), "w") as stream:
+            stream.write(text)
         os.link(partial, file)
         return True
     except OSError:  # there is a report already, or a file system has no links
         is_first = not file.exists()
-        with file.open("a") as stream:
+        with open(os.open(file, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666), "a") as stream:
             stream.write(text)
         return is_first
     finally:

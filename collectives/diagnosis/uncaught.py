@@ -20,6 +20,7 @@ from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.job import Job
 from collectives.diagnosis.ring import goodbye
 from collectives.diagnosis.together import on_all_ranks
+from collectives.texts import without_secrets
 
 NUM_SHOWN = 5
 
@@ -74,12 +75,12 @@ def abort_on_uncaught(mpi: Any) -> None:
         rank = mpi.rank if Job.mpi is None else Job.mpi.rank
         who = f"rank {rank} on {socket.gethostname()} (process {os.getpid()})"
         lines = [f"{who} ends by an uncaught {kind.__name__}\n", *(f"  {line}\n" for line in operations)]
-        text = "".join([*lines, *traceback.format_exception(kind, error, trace)])
+        text = without_secrets("".join([*lines, *traceback.format_exception(kind, error, trace)]))
         sys.stdout.flush()
         say(rank, text)
         if error is None or on_all_ranks(error) or not others_go_on():
             write_failure(text)
-        return "".join(traceback.format_exception_only(kind, error))
+        return without_secrets("".join(traceback.format_exception_only(kind, error)))
 
     def say(rank: int, text: str) -> None:
         lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
@@ -132,7 +133,11 @@ def abort_on_uncaught(mpi: Any) -> None:
 
     def on_exception_alone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == process:
-            write_failure("".join(traceback.format_exception(kind, error, trace)))
+            text = "".join(traceback.format_exception(kind, error, trace))
+            write_failure(text)
+            if before is sys.__excepthook__ and (public := without_secrets(text)) != text:
+                print(public, file=_stderr(), end="", flush=True)
+                return
         before(kind, error, trace)
 
     process = os.getpid()

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import Any, NamedTuple
 
 from ckpt.commit.owner import start_time
 from collectives.processes import stat_fields
-from mpitrain.monitor.record.events import read_events
+from collectives.programs import python
+from mpitrain.monitor.reading.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
 FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"
@@ -55,7 +55,7 @@ class Job:
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.began = time.time()
         self.process = subprocess.Popen(
-            [*command, sys.executable, "-m", module, "--run", str(run), *words],
+            [*command, *python(module), "--run", str(run), *words],
             env={**env, **own, "OMP_NUM_THREADS": "1", _MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -4,20 +4,21 @@ import datetime
 import math
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 import ckpt
+from collectives.programs import python
 from collectives.transports.node.memory import folder
 from mpitrain.chaos.disk import free_up
 from mpitrain.chaos.harms import Harm
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import prefix
 from mpitrain.elastic.lease import read_lease
-from mpitrain.monitor.record.events import REGULAR, read_events
+from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.record.events import REGULAR
 from mpitrain.monitor.stragglers import CAUSES
 
 _TOLERANCE = 1e-5
@@ -215,7 +216,7 @@ def names_slow_rank(cause: str) -> Verdict:
         outcome.noticed_s = round(_seconds(found[0]["time"]) - facts.harm.at, 3)
         page = facts.job.run / "report.html"
         for words in (["report", "--out", str(page)], ["watch", "--once", "--width", "200"], ["profile"]):
-            command = [sys.executable, "-m", "mpitrain", words[0], str(facts.job.run), *words[1:]]
+            command = [*python("mpitrain"), words[0], str(facts.job.run), *words[1:]]
             shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
             text = " ".join((page.read_text() if words[0] == "report" else shown.stdout).split())
             if shown.returncode or f"rank {facts.harm.rank}" not in text or CAUSES[cause] not in text:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from collectives.texts import HIDDEN
 from mpitrain.config.errors import ConfigError
+from mpitrain.config.secrets import public
 from mpitrain.config.settings import Config, kinds
 from mpitrain.config.writing import print_help, wanted
+from mpitrain.monitor.record.alerts import SETTING as ON_EVENT
+from mpitrain.monitor.record.files import read, toml_of
 
 
 def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
@@ -49,6 +53,21 @@ def from_toml(path: str | os.PathLike[str]) -> Config:
     return _build(Config(), _read_toml(path))
 
 
+def of_run(path: Path) -> Config:
+    """The settings in the file of a run's folder, without secrets (`public`); raises ConfigError like `parse`.
+
+    The folder may be a stranger's: no command and no module is taken from it, and the file is a regular one of a usual length.
+    """
+    try:
+        text = read(path).decode()
+    except OSError as error:
+        raise ConfigError(f"settings file {path}: {error.strerror or error}") from None
+    except ValueError as error:  # bytes that are not UTF-8
+        raise ConfigError(f"settings file {path} is not valid TOML: {error}") from None
+    found = public(from_text(text, str(path)))
+    return replace(found, log=replace(found.log, modules=()))
+
+
 def from_text(text: str, source: str) -> Config:
     """Settings from the text that `to_toml` made; raises ConfigError like `parse`, with `source` in the message."""
     return _build(Config(), _read_text(text, source))
@@ -77,10 +96,12 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
     """Values of the flags by full name, including `config`."""
     types = kinds() | {"config": str}
     values: dict[str, Any] = {}
-    words = list(argv)
+    words, name = list(argv), ""
     while words:
         flag, equals, word = words.pop(0).partition("=")
         if not flag.startswith("--") or flag == "--":
+            if name == ON_EVENT:  # the word may be a secret
+                raise ConfigError(f"--{ON_EVENT}: expected the command as one word, in quotes, got several")
             raise ConfigError(f"unexpected {flag + equals + word!r}: settings are given as --section.name value")
         name, on = flag[2:].replace("-", "_"), True
         name = _SHORT.get(name, name)
@@ -124,13 +145,11 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _read_text(text: str, source: str) -> dict[str, Any]:
     """Values of a TOML document by full name; errors name `source`."""
     try:
-        return _values_of(tomllib.loads(text), source)
+        return _values_of(toml_of(text), source)
     except ConfigError:
         raise
-    except ValueError as error:  # a number of too many digits is no TOMLDecodeError
+    except ValueError as error:  # also of a number of too many digits
         raise ConfigError(f"settings file {source} is not valid TOML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"settings file {source} is nested too deeply; expected sections with settings") from None
 
 
 def _values_of(document: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -140,7 +159,7 @@ def _values_of(document: Mapping[str, Any], source: str) -> dict[str, Any]:
     for top, content in document.items():
         if top in sections:
             if not isinstance(content, dict):
-                raise ConfigError(f"{top} in {source}: expected a section [{top}], got {content!r}")
+                raise ConfigError(f"{top} in {source}: expected a section [{top}], got {content!r:.200}")
             entries = {f"{top}.{key}": value for key, value in content.items()}
         elif isinstance(content, dict) and top not in types:
             raise ConfigError(f"unknown section [{top}] in {source}: {_hint(top, sections, '[{}]')}")
@@ -179,7 +198,9 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
         for item in value:
             _checked(item, get_args(kind)[0], name)
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # stand for bytes that are not UTF-8
-        raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r}")
+        raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r:.200}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"{name}: expected a number below 2**63, got one of {value.bit_length()} bits")
     if is_dataclass(kind) and isinstance(value, dict):
         names = [field.name for field in fields(kind)]
         if unknown := sorted(value.keys() - set(names)):
@@ -192,7 +213,8 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):  # of the table's own check
             raise error.__cause__ from None
-        raise ConfigError(f"{name}: expected {wanted(kind)}, got {value!r}") from None
+        given = HIDDEN if ON_EVENT in name.replace("-", "_") else f"{value!r:.200}"
+        raise ConfigError(f"{name}: expected {wanted(kind)}, got {given}") from None
 
 
 def _hint(name: str, known: Iterable[str], form: str) -> str:

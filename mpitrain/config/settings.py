@@ -14,6 +14,7 @@ from mpitrain.config.errors import ConfigError, expect
 from mpitrain.config.optim import OptimConfig
 from mpitrain.config.parallel import ParallelConfig
 from mpitrain.models.sizes import TransformerConfig, resolve
+from mpitrain.monitor.trace.request import MOST_STEPS as MOST_TRACED
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class CheckpointConfig:
     """Write checkpoints from a copy in host memory while the training continues."""
     copies: tuple[str, ...] = ()
     """Folders or URLs (s3://bucket/run) for copies of each checkpoint of this run only; read if a checkpoint is lost or damaged."""
+    private: bool = False
+    """The folders of checkpoints, and of copies in local folders, have mode 0700: for this user alone. Else the umask decides."""
 
     def __post_init__(self) -> None:
         expect("checkpoint.every", self.every, 0)
@@ -179,10 +182,6 @@ class CheckpointConfig:
     def num_files(self) -> str | int:
         """The argument `files` of `ckpt.save`."""
         return int(self.files) if self.files.isdecimal() else self.files
-
-
-MOST_TRACED = 200
-"""Steps of a trace. It grows by some MB of memory a step."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ckpt
+from collectives.texts import without_secrets
 from mpitrain.data.checksums import difference
 from mpitrain.data.documents import DamagedShardError, is_compressed
 
@@ -92,7 +93,7 @@ class ShardCache:
                     self._fetch(shard, size, path)
                 except (OSError, DamagedShardError) as error:
                     with suppress(OSError):
-                        failed.write_text(f"{type(error).__name__} {error}")
+                        failed.write_text(without_secrets(f"{type(error).__name__} {error}"))
                     raise
                 failed.unlink(missing_ok=True)
                 self.num_fetched += 1
@@ -255,7 +256,7 @@ def _of_zst(shard: str, packed: Path) -> Iterator[bytes]:
 
 def _again(fetch: Callable[[], str], shard: str, patience_s: float) -> str:
     """The result of `fetch`, called until it succeeds, with growing pauses. OSError if that takes too long, or there is no shard."""
-    until, pause_s = time.monotonic() + patience_s, _FIRST_PAUSE_S
+    until, pause_s, shard = time.monotonic() + patience_s, _FIRST_PAUSE_S, without_secrets(shard)
     while True:
         try:
             return fetch()

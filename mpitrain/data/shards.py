@@ -21,6 +21,7 @@ import numpy as np
 
 import ckpt
 from ckpt.storage.file_info import FileInfo
+from collectives.texts import without_secrets
 from mpitrain.data.checksums import is_checksum_list, read_checksums
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -99,8 +100,13 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
     if empty := [path for path, its in found.items() if not its.size]:
         raise ValueError(f"data: {empty[0]} is empty; expected documents")
     paths = sorted(found)
-    folder = _common_folder(paths)
-    names = [path[len(folder) + 1 :] if folder else path for path in paths]
+    # They are in checkpoints. A signature that is made anew each day is no other shard.
+    public = [without_secrets(path) for path in paths]
+    if len(set(public)) < len(public):
+        same = next(each for each in public if public.count(each) > 1)
+        raise ValueError(f"data: {same} names two shards, whose addresses differ in a secret alone")
+    folder = _common_folder(sorted(public))
+    names = [path[len(folder) + 1 :] if folder else path for path in public]
     sizes = np.array([found[path].size for path in paths], np.int64)
     versions = {path: its.version for path, its in found.items() if its.version}
     return ShardList(folder, tuple(names), tuple(paths), sizes, checksums, versions)
@@ -165,16 +171,16 @@ def _remote(names: Sequence[str], are_patterns: bool) -> dict[str, FileInfo]:
     for name in names:
         try:
             if are_patterns and glob.has_magic(name):
-                found |= {str(each): its for each, its in ckpt.Url(name).files().items()}
+                found |= {os.fspath(each): its for each, its in ckpt.Url(name).files().items()}
                 continue
             folder, _, file = name.rpartition("/")
             if len(names) > _FEW and folder not in folders:  # one request, and not one for each name
                 folders[folder] = ckpt.Url(folder).infos()
             info = folders[folder].get(file) if folder in folders else ckpt.Url(name).info()
         except OSError as error:
-            raise ValueError(f"data: {name} cannot be read: {error}") from None
+            raise ValueError(f"data: {without_secrets(name)} cannot be read: {error}") from None
         if info is None:
-            raise ValueError(f"data: {name} cannot be read: there is no such file")
+            raise ValueError(f"data: {without_secrets(name)} cannot be read: there is no such file")
         found[name] = info
     return found
 

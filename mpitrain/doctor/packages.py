@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from collectives.launcher import environment_of_program
 from collectives.processes import end_with_parent
+from collectives.programs import python
 
 _LIMIT_S = 60.0
 
@@ -85,7 +86,7 @@ def _ask(*words: str) -> tuple[dict[str, Any], str]:
     for name in ("OMPI_MCA_btl",):  # a setting of the start of MPI, not of the launcher
         if name in os.environ:
             environment[name] = os.environ[name]
-    command = [sys.executable, "-m", "mpitrain.doctor.packages", *words]
+    command = [*python("mpitrain.doctor.packages"), *words]
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -15,6 +15,7 @@ from typing import Any
 
 from collectives.launcher import ULFM_VARIABLE, environment_of_program, is_on
 from collectives.processes import stat_fields
+from collectives.programs import python
 from mpitrain.doctor.checks import CHECKS, Options
 from mpitrain.doctor.findings import Finding, Level
 from mpitrain.doctor.job import PML
@@ -96,7 +97,7 @@ class Watch:
         reader, writer = os.pipe()
         work = {"options": self._options, "checks": self._left, "mpi": mpi}
         environment = dict(os.environ) if mpi else environment_of_program()
-        command = [sys.executable, "-m", "mpitrain.doctor.worker", str(writer), json.dumps(work)]
+        command = [*python("mpitrain.doctor.worker"), str(writer), json.dumps(work)]
         os.set_inheritable(writer, True)
         # It inherits all descriptors, because MPICH's ranks talk to their mpirun by one.
         child = subprocess.Popen(command, env=environment, close_fds=False, stdin=subprocess.DEVNULL)

@@ -19,9 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.commit.owner import FolderOwner, owner_of, signature, start_time
-from mpitrain.elastic.marks import LOCK, OLD_S, STALE_S, process_space
+from collectives.texts import shown
+from mpitrain.elastic.marks import LOCK, MOST_NUMBER, OLD_S, STALE_S, process_space
+from mpitrain.monitor.record.files import OddFileError, making, open_regular, read, write_all
 
 BEAT_S = 5.0
+_MOST_BYTES = 1 << 16
 _SETTLE_S = 0.5  # for two jobs that take over the same stale lock at once
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
@@ -140,8 +143,8 @@ class FolderLock:
             return _token_in(self.path) == self.token  # NFS repeats a request after a lost answer, and finds our link
         except OSError:  # a file system without links
             try:
-                with self.path.open("xb") as file:
-                    file.write(_record(self.token))
+                with making(self.path) as file:
+                    write_all(file, _record(self.token))
             except FileExistsError:
                 return False
         finally:
@@ -150,7 +153,8 @@ class FolderLock:
 
     def _write(self) -> Path:
         mine = self.path.with_name(f"{LOCK}.{self.token}")
-        mine.write_bytes(_record(self.token))
+        with making(mine) as file:
+            write_all(file, _record(self.token))
         return mine
 
     def _file_system_time(self) -> float:
@@ -180,6 +184,8 @@ class Holder:
             self._seen = holder_of(self._path) or self._seen
         except FileNotFoundError:
             return f"{self._path} is not there"
+        except OddFileError as error:
+            return f"{self._path} is no lock: {error.strerror}"
         except OSError:  # a file system that stalls is no end
             return None
         if self._seen is not None and _has_ended(self._seen):
@@ -190,13 +196,26 @@ class Holder:
             return f"{describe(self._seen)} gives no sign of life"
         return None
 
+    def is_old(self) -> bool:
+        """Whether the last heartbeat is so old that no wait for another one is needed, by the clock of this host."""
+        with contextlib.suppress(OSError):
+            is_near = self._seen is not None and _is_near(self._seen)
+            return not is_near and time.time() - _changed(self._path) > OLD_S
+        return False
+
 
 def holder_of(path: Path) -> FolderOwner | None:
     """The holder of the lock at `path`; None without a lock, or if the file cannot be read."""
     try:
-        return owner_of(path.read_bytes())
+        return _owner(read(path, most_bytes=_MOST_BYTES))
     except OSError:
         return None
+
+
+def _owner(data: bytes) -> FolderOwner | None:
+    """The holder in the bytes of a lock; None for a number of a process that no system has."""
+    owner = owner_of(data)
+    return owner if owner is not None and 0 <= owner.pid < MOST_NUMBER else None
 
 
 def _is_near(holder: FolderOwner) -> bool:
@@ -226,8 +245,8 @@ def describe(holder: FolderOwner | None) -> str:
     """The holder in words, for a message."""
     if holder is None:
         return "another job"
-    job = f" (job {holder.job})" if holder.job else ""
-    return f"process {holder.pid!r:.20} on {holder.host!s:.80}{job}"
+    job = f" (job {shown(holder.job):.80})" if holder.job else ""
+    return f"process {holder.pid} on {shown(holder.host):.80}{job}"
 
 
 def _record(token: str) -> bytes:
@@ -237,17 +256,20 @@ def _record(token: str) -> bytes:
 
 def _token_in(path: Path) -> str | None:
     try:
-        data = path.read_bytes()
+        data = read(path, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
         return None
-    owner = owner_of(data)
+    owner = _owner(data)
     return owner.token if owner is not None else ""
 
 
 def _changed(path: Path) -> float:
     """The time of its last heartbeat. The open makes NFS ask its server."""
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_mtime
+    fd = open_regular(path)
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
 
 
 def _now() -> float:

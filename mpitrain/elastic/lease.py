@@ -5,12 +5,16 @@ RUN/.lease has the number, and the run's id, which names the run's copies in nod
 """
 
 import json
-import os
+import re
 import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.elastic.marks import whole
+from mpitrain.monitor.record.files import read_object, replace
+
 NAME = ".lease"
+_RUN = re.compile(r"\w{1,40}", re.ASCII)  # it becomes a part of the names of files
 
 
 class Lease(NamedTuple):
@@ -38,19 +42,18 @@ def first_number(own: Lease, before: str | None) -> int:
 
 
 def read_lease(folder: Path) -> Lease | None:
-    """The last lease of the run in `folder`; None for a new run."""
+    """The last lease of the run in `folder`; None for a new run, or for no lease that a run has written. OSError."""
     try:
-        said = json.loads((folder / NAME).read_text())
-        return Lease(str(said["run"]), int(said["number"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        said = read_object(folder / NAME)
+        run, number = str(said["run"]), whole(said["number"])
+    except (FileNotFoundError, ValueError, KeyError):
         return None
+    return Lease(run, number) if _RUN.fullmatch(run) else None
 
 
 def raise_lease(folder: Path) -> Lease:
     """Take the next lease of the run in `folder`. The caller holds the folder's lock. OSError if it cannot be written."""
     last = read_lease(folder) or Lease(uuid.uuid4().hex[:12], 0)
     lease = Lease(last.run, last.number + 1)
-    partial = folder / f"{NAME}.{os.getpid()}"
-    partial.write_text(json.dumps(lease._asdict()))
-    partial.replace(folder / NAME)
+    replace(folder / NAME, json.dumps(lease._asdict()).encode())
     return lease

@@ -15,7 +15,9 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+from mpitrain.monitor.record.files import read_object, replace
 
 ALIVE, DONE, LAUNCH = ".alive", ".done", ".launch"
 LOCK = ".lock"
@@ -38,6 +40,8 @@ Reason = Literal["finished", "stopped", "refused"]
 
 # Those of collectives/launcher.py, whose package needs more than the standard library.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+MOST_NUMBER = 2**53
+"""Numbers in files are smaller: other programs read them as floats."""
 _EVERY_S = 0.5  # a file system of many nodes should not get a file per step
 
 
@@ -138,21 +142,16 @@ def refuse() -> None:
 
 def write(path: Path, mark: dict[str, Any]) -> None:
     """Replace a mark, so that a reader sees the old one or the new one. OSError if that is impossible."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text(json.dumps(mark) + "\n")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    replace(path, json.dumps(mark).encode() + b"\n")
 
 
 def read_alive(folder: Path) -> Alive | None:
     """The last sign of life in a run's folder, of any launch; None without one."""
     try:
         mark = _read(folder / ALIVE)
-        return Alive(int(mark["launch"]), mark["phase"], int(mark["step"]), str(mark["host"]), int(mark["pid"]))
-    except (KeyError, TypeError, ValueError):
+        launch, step, pid = (whole(mark[name]) for name in ("launch", "step", "pid"))
+        return Alive(launch, _one_of(Phase, mark["phase"]), step, str(mark["host"]), pid)
+    except (KeyError, ValueError):
         return None
 
 
@@ -160,8 +159,8 @@ def read_done(folder: Path, launch: int) -> Done | None:
     """The end of this launch, if it came to one."""
     try:
         mark = _read(folder / DONE)
-        done = Done(int(mark["launch"]), mark["reason"], int(mark["step"]))
-    except (KeyError, TypeError, ValueError):
+        done = Done(whole(mark["launch"]), _one_of(Reason, mark["reason"]), whole(mark["step"]))
+    except (KeyError, ValueError):
         return None
     return done if done.launch == launch else None
 
@@ -170,22 +169,41 @@ def last_launch(folder: Path) -> int:
     """The greatest number of a launch of this run; 0 if it has had none."""
     numbers = [0]
     for name in (LAUNCH, ALIVE, DONE):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            numbers.append(int(_read(folder / name)["launch"]))
+        with contextlib.suppress(KeyError, ValueError):
+            numbers.append(whole(_read(folder / name)["launch"]))
     return max(numbers)
 
 
 def is_left_behind(folder: Path) -> bool:
     """Whether the supervisor of this launch has begun a later one. Another supervisor's job has to take the folder's lock first."""
     mark = _read(folder / LAUNCH)
-    later = isinstance(number := mark.get("launch"), int) and number > launch_number() > 0
+    later = isinstance(launch := mark.get("launch"), int) and launch > launch_number() > 0
     return later and mark.get("supervisor") == os.environ.get(SUPERVISOR_VARIABLE)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is none, or it cannot be read."""
     try:
-        mark = json.loads(path.read_text())
+        return read_object(path)
     except (OSError, ValueError):
         return {}
-    return mark if isinstance(mark, dict) else {}
+
+
+def whole(value: Any) -> int:
+    """A number of a mark. ValueError for anything but a whole number that a run can have."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST_NUMBER:
+        raise ValueError(f"expected a whole number below {MOST_NUMBER}, got {value!r:.50}")
+    return value
+
+
+def number(value: Any) -> float:
+    """A time of a mark. ValueError for anything but a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MOST_NUMBER:
+        raise ValueError(f"expected a number, got {value!r:.50}")
+    return float(value)
+
+
+def _one_of(kind: Any, value: Any) -> Any:
+    if value not in get_args(kind):
+        raise ValueError(f"expected one of {', '.join(get_args(kind))}, got {value!r:.50}")
+    return value

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collectives import is_live_terminal
+from collectives.texts import shown, without_secrets
 from mpitrain.monitor.pace import Pace
 from mpitrain.monitor.reading.numbers import duration
 from mpitrain.monitor.reading.words import event_in_words
@@ -39,7 +40,7 @@ class Terminal:
 
     def say(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
-        self.console.print(text, markup=False)
+        self.console.print(shown(without_secrets(text), lines=True), markup=False)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Print a line of events.jsonl in words, if it is one of TOLD."""

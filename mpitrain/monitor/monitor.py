@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from collectives import Communicator, network_bytes
+from collectives.texts import without_secrets
 from mpitrain.config import Config
 from mpitrain.monitor.adding import Added, Moment
 from mpitrain.monitor.gauges.phases import CpuClock, StepClock
@@ -269,7 +270,7 @@ class Monitor:
     def failed(self, error: BaseException) -> None:
         """An error ends the run on this rank. Not collective. The event in the run's folder comes from the report of the error."""
         if self._output is not None:
-            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+            problem = without_secrets(f"{type(error).__name__}: {error}".partition("\n")[0])
             self._output.event({"event": "failure", "step": self._step, "rank": self._comm.rank, "problem": problem})
         for callback in Added.callbacks:
             try:
@@ -336,6 +337,7 @@ class Monitor:
         )  # fmt: skip
 
     def _sink_failed(self, name: str, problem: str) -> None:
+        problem = without_secrets(problem)
         self._say(f"log.sinks: {name} has failed, and the run goes on without it: {problem}")
         self._write_event("sink", sink=name, problem=problem)
 

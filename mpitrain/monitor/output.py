@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpitrain.config import Config
+from mpitrain.config import Config, public
 from mpitrain.config.settings import flat
 from mpitrain.monitor.adding import Added
 from mpitrain.monitor.record.lines import LinesFile
@@ -37,7 +37,7 @@ class Output:
         self._ranks = LinesFile(folder / "ranks.jsonl", steps_done=steps_done)
         self.num_cut = self._figures.num_cut
         """The number of steps that are done again."""
-        about = About(folder, steps_done, flat(config), config.log.project)
+        about = About(folder, steps_done, flat(public(config)), config.log.project)
         names = [*config.log.sinks, *(type(sink).__name__ for sink in Added.sinks)]
         self._sinks = list(zip(names, [*make_sinks(config.log.sinks), *Added.sinks], strict=True))
         self._sinks = [(name, sink) for name, sink in self._sinks if name not in Added.failed]

@@ -21,12 +21,14 @@ import collectives
 from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
 from collectives.launcher import environment_of_program
-from mpitrain.config import Config, ConfigError, FolderInUseError, to_toml
+from collectives.texts import without_secrets
+from mpitrain.config import Config, ConfigError, FolderInUseError, has_secrets, to_toml
 from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.marks import LOCK, is_left_behind
 from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import write_event
+from mpitrain.monitor.record.files import replace
 from mpitrain.train.checkpoints.meta import age_of
 
 
@@ -110,10 +112,9 @@ class Run:
                 self.folder.rename(aside)
                 self.lock()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            settings = self.folder / ".config.toml.tmp"
-            settings.write_text(to_toml(config))
             self.check_lock()
-            settings.rename(self.folder / "config.toml")
+            # With secrets the file is for this user alone.
+            replace(self.folder / "config.toml", to_toml(config).encode(), 0o600 if has_secrets(config) else 0o666)
         except OSError as error:
             raise self._not_writable(error.strerror or str(error)) from None
         return aside
@@ -167,7 +168,7 @@ class Run:
     def write_event(self, event: str, **fields: Any) -> None:
         """Append an event to the folder's events, unless the folder `is_lost`. OSError if the file cannot be written."""
         if not self.is_lost():
-            written = write_event(self.folder, event, **fields)
+            written = write_event(self.folder, event, **_public(fields))
             self._alert(written)
             self.heard(written)
 
@@ -179,7 +180,8 @@ class Run:
 
     def write_failure_event(self, report: str) -> None:
         """Append an event about the failure that ends the job; any rank may do so. OSError if the file cannot be written."""
-        self._alert(write_event(self.folder, "failure", problem=report.lstrip().partition("\n")[0]))
+        problem = without_secrets(report.lstrip().partition("\n")[0])
+        self._alert(write_event(self.folder, "failure", problem=problem))
 
     def _alert(self, event: Mapping[str, Any]) -> None:
         """Run the command of log.on_event, if there is one."""
@@ -260,3 +262,7 @@ class Run:
 
     def _not_writable(self, why: str) -> OSError:
         return OSError(f"run: the folder {self.folder} cannot be written: {why}")
+
+
+def _public(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: without_secrets(its) if isinstance(its, str) else its for name, its in fields.items()}

@@ -16,6 +16,7 @@ from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, Sta
 from mpitrain.models.draws import seed_all
 from mpitrain.monitor.console import Terminal
 from mpitrain.monitor.heading import heading
+from mpitrain.monitor.record.files import replace
 from mpitrain.monitor.record.lines import is_evaluated
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.rank0 import on_rank0
@@ -346,7 +347,7 @@ class Trainer:
         self._folder.check_lock()
         with self.comm.together():
             if self.comm.rank == 0:
-                file.write_text(picture)
+                replace(file, picture.encode())
         self._say(f"{line}\n{file} shows the last step beside the planned one")
 
     def _evaluate_and_report(self) -> None:

@@ -109,8 +109,8 @@ def save(
     the ranks that all hold this model and make this call; None: only this process saves.
     `meta`: a dict of the program. Values of JSON are in the file as they are, those that JSON does not have are encoded
     (user_meta.py). ValueError on all ranks for the keys of mpitrain itself, TypeError for other values. `tensors`: further tensors in
-    the form of `ckpt.save`. The options (`files`, `driver`, `background`, `copies`, `keep`, `keep_every`, `overwrite`) and the errors
-    are those of `ckpt.save`.
+    the form of `ckpt.save`. The options (`files`, `driver`, `background`, `copies`, `keep`, `keep_every`, `overwrite`, `private`) and
+    the errors are those of `ckpt.save`.
 
     `only`: a pattern of names of parameters and buffers, such as "*lora*", or several. Only these are saved, with their state in the
     optimizer and their average, as for a model whose base is frozen; a module takes its buffers along. The stages of a pipeline may

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from mpitrain.monitor.record.events import REGULAR, read_events
+from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.record.events import REGULAR
 
 
 def faults(folder: Path) -> list[dict[str, Any]]:

@@ -1,13 +1,13 @@
 """The commands that show a run, on records of several sizes: the time of the whole command, and the size of the page."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from collectives.programs import python
 from mpitrain.bench.monitoring.recorded_runs import write_run
 
 SIZES = ((2, 60), (2, 20_000), (2, 200_000), (1024, 20_000))
@@ -38,5 +38,5 @@ def measured(room: Path, *, rounds: int, sizes: Sequence[tuple[int, int]] = SIZE
 
 def _seconds(*words: str) -> float:
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "mpitrain", *words], check=True, stdout=subprocess.DEVNULL, timeout=300)
+    subprocess.run([*python("mpitrain"), *words], check=True, stdout=subprocess.DEVNULL, timeout=300)
     return time.perf_counter() - began

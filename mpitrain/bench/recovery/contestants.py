@@ -1,10 +1,10 @@
 """How each contestant is started, for each size of the model."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.programs import python
 from mpitrain.chaos import checkout
 from mpitrain.chaos.job import Job
 
@@ -43,9 +43,7 @@ def start(name: str, size: Size, run: Path) -> Job:
         return Job((), env, words, run, module="mpitrain.bench.recovery.torchft_ddp")
     if name == TORCHRUN:
         torchrun = (
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
+            *python("torch.distributed.run"),
             "--nproc-per-node",
             str(RANKS),
             "--max-restarts",
@@ -61,7 +59,7 @@ def start(name: str, size: Size, run: Path) -> Job:
     words = [word for of in size._fields[:4] for word in (f"--model.{of}", str(getattr(size, of)))]
     words += ["--train.batch", str(size.batch), "--train.steps", str(STEPS), "--train.eval_batches", "0"]
     words += ["--train.sample_bytes", "0", "--parallel.threads", "1"]
-    supervisor = (sys.executable, "-m", "mpitrain", "elastic", "--")
+    supervisor = (*python("mpitrain"), "elastic", "--")
     copies = ["--train.elastic", "true", "--train.copy_every", str(EVERY), "--checkpoint.every", "0"]
     if name == "in-place":
         return Job(mpirun, env, [*words, *copies], run)

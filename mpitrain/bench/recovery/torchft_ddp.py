@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from collectives.programs import python
 from mpitrain.models import GPT
 from mpitrain.models.sizes import resolve
 
@@ -53,7 +54,7 @@ def _supervise(given: argparse.Namespace) -> None:
     env = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
 
     def start(replica: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", _MODULE, *sys.argv[1:], "--replica", str(replica)], env=env)
+        return subprocess.Popen([*python(_MODULE), *sys.argv[1:], "--replica", str(replica)], env=env)
 
     running = {replica: start(replica) for replica in range(given.replicas)}
     while running:

@@ -7,7 +7,6 @@ They pass rows through memory that they share with the rank.
 import os
 import socket
 import subprocess
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from collectives.launcher import environment_of_program
+from collectives.programs import python
 from mpitrain.data.streaming import worker
 from mpitrain.data.streaming.lanes import Lane, OpenLanes, Recipe
 from mpitrain.data.streaming.packing import Row
@@ -80,7 +80,7 @@ class _Process:
         files = (theirs.fileno(), self._memory)
         # A session of its own: a signal to the ranks that asks them to stop is not for it.
         self._program = subprocess.Popen(
-            [sys.executable, "-m", worker.__name__, *map(str, files)],
+            [*python(worker.__name__), *map(str, files)],
             pass_fds=files,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

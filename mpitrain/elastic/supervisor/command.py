@@ -15,7 +15,7 @@ from mpitrain.elastic.supervisor.hosts import of_environment
 from mpitrain.elastic.supervisor.job import launcher_kind
 from mpitrain.elastic.supervisor.limits import Limits
 from mpitrain.elastic.supervisor.supervisor import Plan, Supervisor
-from mpitrain.elastic.supervisor.words import agent_of, parse, run_folder
+from mpitrain.elastic.supervisor.words import agent_of, on_event_of, parse, run_folder
 
 _LIMITS = {
     "launch": "from mpirun's start to the start of rank 0; doubled after each launch that took longer",
@@ -68,7 +68,7 @@ def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
     folder = RunFolder(Path(options.run) if options.run else run_folder(command.program))
     plan = Plan(
         command, hosts, agent, least=least, most=most, rejoin=options.rejoin, rejoin_s=options.rejoin_every,
-        requeue=options.requeue, policy=policy, limits=limits,
+        requeue=options.requeue, on_event=on_event_of(command.program), policy=policy, limits=limits,
     )  # fmt: skip
     return plan, folder
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from mpitrain.elastic import marks
 from mpitrain.elastic.lease import as_text, read_lease
 from mpitrain.elastic.marks import Alive, Done
+from mpitrain.monitor.record.files import adding, making, read_object, read_text, write_all
 
 FAILURE = "failure.txt"
 _FIRST_FAILURE = ".failure"  # of ranks that do not know their folder yet; a link to the other one later
@@ -52,7 +53,7 @@ class RunFolder:
     def ask_to_stop(self) -> None:
         """Ask ranks that cannot hear a signal yet to save and stop."""
         with contextlib.suppress(OSError):
-            (self.path / _STOP).touch()
+            adding(self.path / _STOP).close()
 
     def close(self) -> None:
         """Remove what no later reader needs."""
@@ -84,7 +85,9 @@ class RunFolder:
             return ""
         for name in (_FIRST_FAILURE, FAILURE):
             with contextlib.suppress(OSError):
-                return (self.path / name).read_text(errors="replace").rstrip()
+                # A link is the ranks' own, to the other file.
+                file = self.path / (FAILURE if (self.path / name).is_symlink() else name)
+                return _printable(read_text(file).rstrip())
         return ""
 
     def own_start(self) -> str | None:
@@ -108,7 +111,7 @@ class RunFolder:
         """
         path = self.path / marks.LOCK
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(path.read_bytes())
+            record = read_object(path)
             if ended is None or (record["host"], record["pid"]) != (ended.host, ended.pid):
                 return
             if record["place"] == marks.process_space() != "" and not Path(f"/proc/{record['pid']}").exists():
@@ -116,7 +119,8 @@ class RunFolder:
                 return
             record |= {"token": uuid.uuid4().hex, "place": ""}
             mine = path.with_name(f"{marks.LOCK}.{record['token']}")
-            mine.write_text(json.dumps(record) + "\n")
+            with making(mine) as file:
+                write_all(file, json.dumps(record).encode() + b"\n")
             os.utime(mine, (0, 0))  # a lock that is ten minutes old is stale
             mine.replace(path)
 
@@ -136,3 +140,8 @@ class RunFolder:
                 if re.fullmatch(r"step-\d{8,}", entry.name):
                     found[entry.name] = entry.inode()
         return found
+
+
+def _printable(text: str) -> str:
+    """`collectives.texts.shown` of lines. That package needs more than the standard library."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -23,7 +23,7 @@ from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.remains import find_files, remove
 from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.words import Command, resume_of
-from mpitrain.monitor.record.alerts import Alerts, command_of
+from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import write_event
 
 _LOOK_S = 0.1
@@ -50,6 +50,8 @@ class Plan:
     rejoin: bool = True
     rejoin_s: float = 30.0
     requeue: bool = False
+    on_event: str | None = None
+    """`log.on_event` of the command"""
     policy: Policy = field(default_factory=Policy)
     limits: Limits = field(default_factory=Limits)
 
@@ -290,7 +292,7 @@ class Supervisor:
     def _event(self, event: str, **fields: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk
             written = write_event(self.folder.path, event, launch=self.folder.launch, **fields)
-            if (command := command_of(self.folder.path)) is not None:
+            if (command := self.plan.on_event) is not None:
                 Alerts(command, self.folder.path, say, environment=os.environ).tell(written)
 
     # The end

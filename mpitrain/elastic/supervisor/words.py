@@ -1,13 +1,13 @@
 """The words of a command `mpirun ... python -m mpitrain ...`: what they say, and the same command for other hosts. Pure, except that
 hostfiles and settings files are read."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from mpitrain.elastic.supervisor.hosts import Host, as_list, parse_file, parse_list
+from mpitrain.monitor.record.files import toml_of
 
 Kind = Literal["openmpi", "mpich", "other"]
 """The family of the launcher. Of another one (srun, a script) the supervisor knows neither hosts nor numbers of ranks."""
@@ -114,14 +114,23 @@ def resume_of(words: Sequence[str]) -> str:
     return setting(words, "resume") or _of_file(words).get("resume") or "auto"
 
 
+def on_event_of(words: Sequence[str]) -> str | None:
+    """The setting `log.on_event` of a command. It is not taken from the run's folder, which others may have written."""
+    given = setting(words, "log.on_event")
+    command = given if given is not None else _of_file(words).get("log.on_event")
+    return None if command is None or command.lower() == "none" else command
+
+
 def setting(words: Sequence[str], name: str) -> str | None:
-    """The last value of `--name VALUE` or `--name=VALUE`."""
+    """The last value of `--name VALUE` or `--name=VALUE`, with - or _ within the name."""
     found = None
     for index, word in enumerate(words):
-        if word == f"--{name}" and index + 1 < len(words):
-            found = words[index + 1]
-        elif word.startswith(f"--{name}="):
-            found = word.partition("=")[2]
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
+            if equals:
+                found = value
+            elif index + 1 < len(words):
+                found = words[index + 1]
     return found
 
 
@@ -137,12 +146,14 @@ def agent_of(command: Command, environ: Mapping[str, str]) -> str:
 
 
 def _of_file(words: Sequence[str]) -> dict[str, str]:
-    """The settings without a section that are texts, of the file in `--config`."""
+    """The settings that are texts, by full name, of the file in `--config`."""
     file = setting(words, "config")
     if file is None:
         return {}
     try:
-        settings = tomllib.loads(Path(file).read_text())
+        settings = toml_of(Path(file).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"settings file {file}: {error}") from None
-    return {name: value for name, value in settings.items() if isinstance(value, str)}
+    sections = {name: its for name, its in settings.items() if isinstance(its, dict)}
+    named = settings | {f"{section}.{name}": value for section, its in sections.items() for name, value in its.items()}
+    return {name: value for name, value in named.items() if isinstance(value, str)}

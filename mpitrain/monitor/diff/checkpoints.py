@@ -10,6 +10,7 @@ from ckpt.check.comparing import compare as compare_all
 from ckpt.commands.terminal import shown_progress
 from ckpt.format.manifest import FILE_NAME
 from ckpt.reading.checkpoint import Checkpoint, open_checkpoint
+from collectives.texts import shown
 from mpitrain.monitor.diff.conditions import Condition, differing, of_checkpoint
 from mpitrain.monitor.reading.words import counted
 
@@ -61,9 +62,9 @@ def heading(checkpoint: Checkpoint) -> str:
     ranks, threads, device = (hardware.get(name) for name in ("ranks", "threads", "device"))
     words = [f"step {meta['step']:,}"] if isinstance(meta.get("step"), int) else []
     words.append(counted(ranks, "rank") if ranks else "number of ranks unknown")
-    if isinstance(threads, int):
+    if threads is not None:
         words[-1] += f" with {counted(threads, 'thread')} each"
-    if isinstance(device, str):
+    if device is not None:
         words.append("CPU" if device == "cpu" else device)
     versions = [f"{name} {hardware[name]}" for name in ("torch", "numpy") if name in hardware]
     return " · ".join([*words, *([", ".join(versions)] if versions else [])])
@@ -100,7 +101,7 @@ def compare(a: Checkpoint, b: Checkpoint, only: Sequence[str] | None) -> Checkpo
         left_out = f"{_GENERATORS}, the states of the ranks' generators, as ranks or layout differ"
         num -= 1
     return CheckpointDifference(
-        name=a.path.name if a.path.name == b.path.name else f"{a.path.name} and {b.path.name}",
+        name=shown(a.path.name if a.path.name == b.path.name else f"{a.path.name} and {b.path.name}"),
         a=str(a.path),
         b=str(b.path),
         conditions=conditions,
@@ -119,4 +120,5 @@ def _place(name: str) -> tuple[bool, list[tuple[int, str]]]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """A key of order in which blocks.2 comes before blocks.10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split(r"(\d+)", name)
+    return [(len(part.lstrip("0")), part.lstrip("0")) if part.isdecimal() else (-1, part) for part in parts]

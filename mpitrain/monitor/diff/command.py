@@ -12,6 +12,8 @@ from ckpt.reading.checkpoint import open_checkpoint
 from ckpt.storage.places import Place, place_of
 from ckpt.storage.remote import Url
 from collectives.commands.closed_pipe import ends_with_its_reader
+from collectives.texts import shown as shown_text
+from collectives.texts import without_secrets
 from mpitrain.monitor.diff import checkpoints, conditions, metrics
 from mpitrain.monitor.diff import printing as shown
 from mpitrain.monitor.diff.checkpoints import CheckpointDifference
@@ -32,7 +34,7 @@ def main(words: Sequence[str]) -> int:
             return _compare(options)
     except (ValueError, OSError, CheckpointError) as error:
         sys.stdout.flush()
-        print(f"mpitrain: error: diff: {error}", file=sys.stderr)
+        print(f"mpitrain: error: diff: {shown_text(without_secrets(str(error)))}", file=sys.stderr)
         return BAD_INPUT
 
 

@@ -5,14 +5,15 @@ docs/reproducibility.md gives the reason for each effect.
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from mpitrain.monitor.reading.events import typed
 from mpitrain.monitor.reading.run import RunRecord, flat_settings
+from mpitrain.monitor.record.files import toml_of
 from mpitrain.monitor.report.summary import settings_of
 
 
@@ -123,12 +124,10 @@ def of_run(run: RunRecord) -> Conditions:
 
 def _of_start(event: Mapping[str, Any]) -> dict[str, Any]:
     hosts, layout, environment = (event.get(name) for name in ("hosts", "layout", "environment"))
-    found = {name: event[name] for name in ("ranks", "threads", "device") if name in event}
-    if isinstance(hosts, list):
-        found["hosts"] = len(set(map(str, hosts)))
-    if isinstance(layout, dict):
-        found |= {f"layout.{name}": size for name, size in layout.items()}
-    return found | (environment if isinstance(environment, dict) else {})
+    found = {name: event[name] for name in ("ranks", "threads", "device") if event.get(name) is not None}
+    if hosts is not None:
+        found["hosts"] = len(set(hosts))
+    return found | {f"layout.{name}": size for name, size in (layout or {}).items()} | (environment or {})
 
 
 def of_checkpoint(meta: Mapping[str, Any], num_ranks: int = 0) -> Conditions:
@@ -141,11 +140,11 @@ def of_checkpoint(meta: Mapping[str, Any], num_ranks: int = 0) -> Conditions:
     if isinstance(number := meta.get("num_ranks", num_ranks), int) and number:
         hardware["ranks"] = number
     if isinstance(its := meta.get("hardware"), dict):
-        hardware |= _of_start(its)
+        hardware |= _of_start(typed(its | {"event": "begin"}))
     if isinstance(table := meta.get("collectives"), dict):  # what `auto` takes for each collective
         digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
         hardware["algorithms"] = f"table {digest[:8]}"
     if isinstance(text := meta.get("config"), str):
-        with suppress(tomllib.TOMLDecodeError):
-            settings = flat_settings(tomllib.loads(text))
+        with suppress(ValueError):
+            settings = flat_settings(toml_of(text))
     return Conditions(hardware, settings)

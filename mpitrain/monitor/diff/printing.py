@@ -8,8 +8,9 @@ from rich.text import Text
 
 from ckpt.check.comparing import TensorDifference
 from ckpt.commands.diff import meta_line, tensor_table
-from ckpt.commands.terminal import index_text, new_table, printable
+from ckpt.commands.terminal import index_text, new_table
 from collectives.commands.terminal import console
+from collectives.texts import shown
 from mpitrain.monitor.diff.checkpoints import CheckpointDifference
 from mpitrain.monitor.diff.conditions import Condition
 from mpitrain.monitor.diff.metrics import MetricDifference, MetricsDifference, ranges_in_words
@@ -31,7 +32,7 @@ def reporter(*, quiet: bool) -> Console:
 def say(out: Console, *lines: str) -> None:
     """Print lines as they are."""
     for line in lines:
-        out.print(Text(line), soft_wrap=True)
+        out.print(Text(shown(line)), soft_wrap=True)
 
 
 def print_conditions(out: Console, conditions: Sequence[Condition]) -> None:
@@ -41,7 +42,7 @@ def print_conditions(out: Console, conditions: Sequence[Condition]) -> None:
         return
     table = new_table("SETTING", "A", "B", "EFFECT")
     for name, a, b, effect in conditions:
-        table.add_row(Text(name), Text(_value(a)), Text(_value(b)), effect)
+        table.add_row(Text(shown(name)), Text(_value(a)), Text(_value(b)), effect)
     out.print(table)
 
 
@@ -71,7 +72,7 @@ def print_metrics(out: Console, found: MetricsDifference) -> None:
     table = new_table("METRIC", "DIFFERING>", "OF>", "FIRST STEP>", "A>", "B>", "MAX ABS>", "MAX REL>")
     for each in found.differing[:MOST]:
         table.add_row(
-            Text(each.name), str(each.num_differing), str(each.num_steps), str(each.first), _number(each.a), _number(each.b),
+            Text(shown(each.name)), str(each.num_differing), str(each.num_steps), str(each.first), _number(each.a), _number(each.b),
             f"{each.max_abs:.4g}", f"{each.max_rel:.4g}",
         )  # fmt: skip
     out.print(table)
@@ -121,7 +122,7 @@ def verdict_of_checkpoint(found: CheckpointDifference) -> str:
     if found.tensors:
         return begin + _tensor(found.tensors[0])
     if found.only_a or found.only_b:
-        return begin + f"{printable([*found.only_a, *found.only_b][0])} is in one of them alone"
+        return begin + f"{shown([*found.only_a, *found.only_b][0])} is in one of them alone"
     return begin + meta_line(found.meta[0])
 
 
@@ -133,12 +134,12 @@ def _difference(each: MetricDifference) -> str:
 
 def _tensor(each: TensorDifference) -> str:
     if each.num_differing is None:
-        return f"{printable(each.name)} has another shape"
+        return f"{shown(each.name)} has another shape"
     if each.first is None:
-        return f"{printable(each.name)} has another dtype"
+        return f"{shown(each.name)} has another dtype"
     first = f", the first at {index_text(each.first)}" if each.first else ""
     by = f"at most {each.max_abs:.2g} ({each.max_rel:.2g} relative)"
-    return f"{printable(each.name)}: {each.num_differing:,} of {counted(each.size, 'element')} differ{first}, by {by}"
+    return f"{shown(each.name)}: {each.num_differing:,} of {counted(each.size, 'element')} differ{first}, by {by}"
 
 
 def _say_more(out: Console, count: int) -> None:
@@ -147,7 +148,7 @@ def _say_more(out: Console, count: int) -> None:
 
 
 def _names(names: Iterable[str], most: int = 12) -> str:
-    names = list(map(printable, names))
+    names = list(map(shown, names))
     return ", ".join(names[:most]) + f" and {len(names) - most:,} more" * (len(names) > most)
 
 
@@ -158,4 +159,4 @@ def _number(value: float) -> str:
 
 def _value(text: str) -> str:
     short = text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 4]} ..."
-    return printable(short) if short else "-"
+    return shown(short) if short else "-"

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 
 from collectives import Communicator
 from collectives.commands.terminal import console, positive
+from collectives.texts import shown
 from mpitrain.config import Config, ConfigError, TrainConfig, check_ranks, parse
 from mpitrain.monitor.adding import Added, import_modules
 from mpitrain.monitor.picture import recorder, svg_file, write_svg, writing
@@ -139,7 +140,7 @@ def _print(
     ):
         if lines:
             out.print(heading, style="bold")
-            out.print(*(f"  {line}" for line in lines), sep="\n", markup=False)
+            out.print(*(f"  {shown(line)}" for line in lines), sep="\n", markup=False)
 
 
 def to_dict(parts: Parts, found: Sequence[str], advice: Advised) -> dict[str, Any]:

@@ -1,29 +1,38 @@
 """`profile RUN`: what the record of a run tells of its steps, and the layers of RUN/profile.json if it is there. No torch, no MPI."""
 
-import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 from rich.console import RenderableType
 
 from collectives.bench.kit.tables import plural
-from mpitrain.config import Config, ConfigError, from_toml
+from mpitrain.config import Config, from_text
 from mpitrain.monitor.profile.advice import Advised, advised
-from mpitrain.monitor.profile.fitting import figures_of
+from mpitrain.monitor.profile.fitting import Figures, figures_of
+from mpitrain.monitor.profile.memory_kinds import KINDS as MEMORY_KINDS
 from mpitrain.monitor.profile.memory_kinds import Held
-from mpitrain.monitor.profile.parts import Parts
+from mpitrain.monitor.profile.parts import KINDS, LAYERS, Parts
 from mpitrain.monitor.profile.sentences import sentences
 from mpitrain.monitor.profile.table import of_layers, of_memory, of_ranks
-from mpitrain.monitor.reading.run import Event, RunRecord, read_run
+from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE
+from mpitrain.monitor.reading.run import MOST_SETTINGS_BYTES, Event, RunRecord, read_run
 from mpitrain.monitor.reading.tables import Array, Table
+from mpitrain.monitor.record.files import read
 from mpitrain.monitor.record.metrics import PARTS
 from mpitrain.plan.machine import Machine
 from mpitrain.plan.measuring.memory import node_bytes
 
 _MOST_STEPS = 1000
+_MOST_SEARCHED = {"ranks": 1 << 17, "train.batch": 1 << 20, "train.accumulate": 1 << 20, "blocks": 1 << 12}
+"""Numbers for which layouts are searched."""
+_MOST_BYTES = 64 << 20
+"""Of a profile: a thousand blocks on a thousand ranks."""
 PROFILE = "profile.json"
 
 
@@ -43,6 +52,8 @@ def recorded(record: RunRecord, machine: Machine | None = None) -> Recorded:
     config, last = _config(record, notes), _last_rows(record)
     num_ranks = last.num_ranks or 1
     parts = _parts(last, config, notes)
+    if not 0 < parts.step_s < MOST_FIGURE:
+        raise ValueError(f"{record.folder}: expected steps that take time, got {parts.step_s:g} s a step")
     found = [*_stragglers(last.events), *sentences(parts)]
     if parts.num_ranks == 1 and last.num_ranks != 1:
         found = [
@@ -52,7 +63,7 @@ def recorded(record: RunRecord, machine: Machine | None = None) -> Recorded:
     advice = None
     if config is not None and any(parts.of("passes", "forward")):
         fields = last.begun
-        num_nodes = len(set(fields.get("hosts") or [None]))
+        num_nodes = len(set(fields.get("hosts") or [""]))
         is_cpu = fields.get("device", "cpu") == "cpu"
         flops = fields.get("flops_per_s")
         if machine is None and (flops is None or not is_cpu):
@@ -64,8 +75,32 @@ def recorded(record: RunRecord, machine: Machine | None = None) -> Recorded:
             memory = memory or node_bytes() / max(num_ranks // num_nodes, 1)
             own_flops = (flops or num_ranks * 1e12) / num_ranks
             figures = figures_of(parts, own_flops, num_nodes, memory=memory, is_cpu=is_cpu)
-            advice = advised(config, num_ranks, figures, machine)
+            advice = _advised(config, num_ranks, figures, machine, notes)
     return Recorded(parts, found, advice, notes)
+
+
+def _advised(
+    config: Config, num_ranks: int, figures: Figures, machine: Machine | None, notes: list[str]
+) -> Advised | None:
+    """See `advised`; None for settings or figures that no run has."""
+    sizes, train = config.model.resolve(), config.train
+    numbers = {
+        "ranks": num_ranks,
+        "train.batch": train.batch,
+        "train.accumulate": train.accumulate,
+        "blocks": sizes.layers,
+    }
+    for name, its in numbers.items():
+        if its > _MOST_SEARCHED[name]:
+            notes.append(
+                f"what to try: {name} {its:,}: expected at most {_MOST_SEARCHED[name]:,} to search for layouts"
+            )
+            return None
+    try:
+        return advised(config, num_ranks, figures, machine)
+    except (ValueError, ArithmeticError) as error:
+        notes.append(f"what to try: {error}")
+        return None
 
 
 def tables_of_run(folder: str, machine: Machine | None) -> tuple[Recorded, list[RenderableType]]:
@@ -76,7 +111,7 @@ def tables_of_run(folder: str, machine: Machine | None) -> tuple[Recorded, list[
     if of.parts.num_ranks > 1:
         tables.append(of_ranks(of.parts))
     layers = Path(folder) / PROFILE
-    if layers.is_file():
+    if os.path.lexists(layers):
         tables += _saved(layers)
     else:
         of.notes.append(
@@ -88,22 +123,59 @@ def tables_of_run(folder: str, machine: Machine | None) -> tuple[Recorded, list[
 def _saved(path: Path) -> Iterator[RenderableType]:
     """The tables of a profile that `--json` wrote."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        parts = Parts(**saved["parts"])
-        held = [Held(**each) for each in saved["memory"]]
-        yield from (of_layers(parts, every_block=False, of=f"{path.name}: "), of_memory(held, every_block=False))
-    except (ValueError, KeyError, TypeError) as error:
+        saved = msgspec.json.decode(read(path, most_bytes=_MOST_BYTES), type=_Saved)
+        saved.check()
+        held = [Held(**msgspec.structs.asdict(each)) for each in saved.memory]
+        yield of_layers(saved.parts, every_block=False, of=f"{path.name}: ")
+        yield of_memory(held, every_block=False)
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (*ERRORS, ValueError, ArithmeticError) as error:
         raise ValueError(
-            f"{path}: expected the file of profile --json, got {error!r}; remove it or write it again"
+            f"{path}: expected the file of profile --json, got something else ({error}); remove it or write it again"
         ) from None
 
 
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _SavedMemory(msgspec.Struct):
+    layers: dict[str, dict[str, _Bytes]]
+    others: dict[str, _Bytes]
+    peak: _Bytes
+    moment: str
+
+
+class _Saved(msgspec.Struct):
+    """What `profile --json` writes, as far as the tables need it."""
+
+    parts: Parts
+    memory: list[_SavedMemory]
+
+    def check(self) -> None:
+        """ValueError for layers that no model has, or lists that are not of all ranks."""
+        num = self.parts.num_ranks
+        for layer, kinds in self.parts.layers.items():
+            if layer not in LAYERS and not re.fullmatch(r"blocks\.\d{1,6}", layer, re.ASCII):
+                raise ValueError(f"a layer {layer!r:.50}")
+            for kind, seconds in kinds.items():
+                if kind not in KINDS or len(seconds) != num or not all(0 <= each <= MOST_FIGURE for each in seconds):
+                    raise ValueError(f"{kind!r:.50} of {layer}, expected {num} times of {', '.join(KINDS)}")
+        if not num or not self.parts.step_s > 0 or not self.memory:
+            raise ValueError("no step, or no memory")
+        if any(set(kinds) != set(MEMORY_KINDS) for each in self.memory for kinds in each.layers.values()):
+            raise ValueError(f"other kinds of memory than {', '.join(MEMORY_KINDS)}")
+
+
 def _config(record: RunRecord, notes: list[str]) -> Config | None:
+    path = record.folder / "config.toml"
     try:
-        return from_toml(record.folder / "config.toml")
-    except ConfigError as error:
+        return from_text(read(path, most_bytes=MOST_SETTINGS_BYTES).decode(), str(path))
+    except OSError as error:
+        notes.append(f"what to try: {path} cannot be read: {error.strerror or error}")
+    except ValueError as error:
         notes.append(f"what to try: {error}")
-        return None
+    return None
 
 
 class _Rows(NamedTuple):

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from collectives.bench.kit.tables import new_table, plural
+from collectives.texts import shown
 from mpitrain.monitor.profile.memory_kinds import KINDS as MEMORY_KINDS
 from mpitrain.monitor.profile.memory_kinds import Held
 from mpitrain.monitor.profile.parts import KINDS, LAYERS, Parts
@@ -103,7 +105,7 @@ def of_memory(held: Sequence[Held], *, every_block: bool) -> Table:
     of = held[rank]
     table = new_table(
         ["", *(f"{kind} MB" for kind in MEMORY_KINDS), "all MB"],
-        title=f"memory of rank {rank} at its peak of {of.peak / 1e6:,.0f} MB, {of.moment}",
+        title=escape(shown(f"memory of rank {rank} at its peak of {of.peak / 1e6:,.0f} MB, {of.moment}")),
     )
     blocks = [name for name in of.layers if name.startswith(BLOCK)]
     has_sum = len(blocks) > 1 and not every_block
@@ -114,10 +116,10 @@ def of_memory(held: Sequence[Held], *, every_block: bool) -> Table:
                 table.add_row(plural(len(blocks), "block"), *map(_mb, summed), _mb(sum(summed)))
             continue
         if any(kinds.values()):
-            table.add_row(name, *(_mb(kinds[kind]) for kind in MEMORY_KINDS), _mb(sum(kinds.values())))
+            table.add_row(escape(shown(name)), *(_mb(kinds[kind]) for kind in MEMORY_KINDS), _mb(sum(kinds.values())))
     table.add_section()
     for name, nbytes in of.others.items():
-        table.add_row(name, *[""] * len(MEMORY_KINDS), _mb(nbytes))
+        table.add_row(escape(shown(name)), *[""] * len(MEMORY_KINDS), _mb(nbytes))
     return table
 
 

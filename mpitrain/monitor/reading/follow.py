@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.monitor.reading.lines import BLOCK_BYTES, Line, decode
+from mpitrain.monitor.reading.lines import Line, decode
+from mpitrain.monitor.record.files import BLOCK_BYTES, MOST_LINES_BYTES, reading, too_long
 
 _TAIL_BYTES = 256
+_MOST_SKIPPED = 8
+"""Blocks in a row without the end of a line: the file has something else than lines."""
 
 
 class News(NamedTuple):
@@ -25,16 +28,16 @@ class Follower:
     that were read are compared each time. The file is opened for each read: NFS checks then whether its copy is still valid.
     """
 
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """`last_bytes`: the first read begins so many bytes before the end; None: at the beginning."""
-        self._path, self._last_bytes = path, last_bytes
-        self._offset, self._tail = 0, b""
+    def __init__(self, path: Path, *, last_bytes: int | None = None, of_ranks: bool = False) -> None:
+        """`last_bytes`: the first read begins so many bytes before the end; None: at the beginning. `of_ranks`: see `decode`."""
+        self._path, self._last_bytes, self._of_ranks = path, last_bytes, of_ranks
+        self._offset, self._tail, self._num_skipped = 0, b"", 0
 
     def read(self) -> News:
-        """The lines since the last read, at most a block of them. Raises OSError."""
+        """The lines since the last read, at most a block of them. OSError, also if the file has no lines at all."""
         was_read = self._offset > 0
         try:
-            file = self._path.open("rb")
+            file = reading(self._path, most_bytes=MOST_LINES_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             self._offset, self._tail = 0, b""
             return News([], was_read, False)
@@ -48,10 +51,13 @@ class Follower:
             text = block[: block.rfind(b"\n") + 1]
             if not text and len(block) == BLOCK_BYTES:
                 text = block  # no line is so long: it is damaged, and left out
+            self._num_skipped = self._num_skipped + 1 if text and not text.endswith(b"\n") else 0
+            if self._num_skipped >= _MOST_SKIPPED:
+                raise too_long(self._path)
             if text:
                 self._offset += len(text)
                 self._tail = text[-_TAIL_BYTES:]
-            return News(decode(text).lines, is_anew, len(block) == BLOCK_BYTES)
+            return News(decode(text, of_ranks=self._of_ranks).lines, is_anew, len(block) == BLOCK_BYTES)
 
     def _beginning(self, size: int) -> int:
         """Where to begin in a file of this size. The rest of a line there is no object, so `decode` leaves it out."""

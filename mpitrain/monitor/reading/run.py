@@ -4,13 +4,11 @@ The record may be of a run that is under way, was killed, or is older than a par
 missing, and lines may be torn.
 """
 
-import datetime
 import functools
 import gc
 import math
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpitrain.monitor.reading.lines import read_blocks
+from collectives.texts import shown, without_secrets
+from mpitrain.monitor.reading.events import read_events, seconds_of
+from mpitrain.monitor.reading.lines import MOST_FIGURE, MOST_STEP, read_blocks
 from mpitrain.monitor.reading.tables import Array, Table, TableBuilder
-from mpitrain.monitor.reading.words import GRAVE, counted
+from mpitrain.monitor.reading.words import GRAVE, damaged
+from mpitrain.monitor.record.alerts import SETTING as ON_EVENT
 from mpitrain.monitor.record.events import NAME as EVENTS
-from mpitrain.monitor.record.events import read_events
+from mpitrain.monitor.record.files import read, toml_of
 
+MOST_SETTINGS_BYTES = 1 << 20
 METRICS, RANKS, SETTINGS = "metrics.jsonl", "ranks.jsonl", "config.toml"
 SUMMARY = ("min", "median", "max", "worst rank")
 """The figures of a summary, which stands in place of all ranks' values from 64 ranks on."""
@@ -89,7 +91,7 @@ class RunRecord(NamedTuple):
             if event.kind in ("begin", "restore", "relaunch", "rewind"):
                 state = NO_END
             elif event.kind == "end":
-                state = str(event.fields.get("reason") or "ended")
+                state = event.fields.get("reason") or "ended"
             elif event.kind in GRAVE and state in ("", NO_END):
                 state = "failed"
         return state
@@ -108,7 +110,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
     """
     path = Path(folder)
     try:
-        is_run = any((path / name).is_file() for name in (METRICS, SETTINGS, EVENTS))
+        is_run = any(_is_there(path / name) for name in (METRICS, SETTINGS, EVENTS))
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error.strerror or error}") from None
     if not is_run:
@@ -119,12 +121,15 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
         )
     notes: list[str] = []
     with _no_collections():
-        steps, layers, evaluations = _read_metrics(path / METRICS, notes)
-        ranks, summaries, gauges, num_ranks = _read_ranks(path / RANKS)
-    events = _read_events(path, steps)
+        with _naming(path / METRICS):
+            steps, layers, evaluations = _read_metrics(path / METRICS, notes)
+        with _naming(path / RANKS):
+            ranks, summaries, gauges, num_ranks = _read_ranks(path / RANKS)
+    with _naming(path / EVENTS):
+        events = _read_events(path, steps, notes)
     begun = next((event.fields.get("ranks") for event in reversed(events) if event.kind == "begin"), None)
     return RunRecord(
-        name=path.name or path.resolve().name,
+        name=shown(path.name or path.resolve().name),
         folder=path,
         steps=steps,
         layers=layers,
@@ -132,12 +137,30 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
         ranks=ranks,
         summaries=summaries,
         gauges=gauges,
-        num_ranks=num_ranks if num_ranks is not None else begun if isinstance(begun, int) else None,
+        num_ranks=num_ranks if num_ranks is not None else begun,
         events=events,
         settings=read_settings(path / SETTINGS, notes),
         checkpoints=checkpoint_steps(path),
         notes=notes,
     )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """An error of the block becomes an OSError that names the file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise OSError(f"{file} cannot be read: {why}") from None
 
 
 @contextmanager
@@ -163,8 +186,8 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[Table, Table, Table]:
     """The figures of steps, of layers, and of evaluations. A run may have a thousand figures of layers in few steps: they are apart."""
     of_steps, of_layers, of_evaluations = TableBuilder(), TableBuilder(), TableBuilder()
     num_damaged = 0
-    for block, damaged in read_blocks(path):
-        num_damaged += damaged
+    for block, num in read_blocks(path):
+        num_damaged += num
         evaluations = [line for line in block if "heldout_loss" in line]
         of_evaluations.add([line["step"] for line in evaluations], evaluations)
         steps = [line for line in block if "heldout_loss" not in line] if evaluations else block
@@ -176,16 +199,14 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[Table, Table, Table]:
         of_layers.add([step for step, _ in layers], [figures for _, figures in layers])
         of_steps.add([line["step"] for line in steps], steps)
     if num_damaged:
-        notes.append(
-            f"{path.name} has {counted(num_damaged, 'damaged line')}, which {'is' if num_damaged == 1 else 'are'} left out"
-        )
+        notes.append(damaged(path.name, num_damaged))
     tables = [of_steps.table(), of_layers.table(), of_evaluations.table()]
     for table in tables:
         table.columns.pop("step", None)
     return tables[0], tables[1], tables[2]
 
 
-@functools.cache
+@functools.lru_cache(1000)
 def _names_of_layers(names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of a line's names that are figures of layers. Most lines have the same names, so the cache saves the time."""
     return tuple(name for name in names if is_of_layers(name))
@@ -195,78 +216,70 @@ def _read_ranks(path: Path) -> tuple[Table, Table, Table, int | None]:
     """The figures of all ranks, summaries, gauges, and the number of ranks at last."""
     builders = {name: TableBuilder(of_lists=True) for name in ("ranks", "summary", "gauges")}
     num_ranks = None
-    for block, _ in read_blocks(path):
+    for block, _ in read_blocks(path, of_ranks=True):
         for name, builder in builders.items():
-            lines = [line for line in block if isinstance(line.get(name), dict)]
+            lines = [line for line in block if name in line]
             builder.add([line["step"] for line in lines], [line[name] for line in lines])
         if block:
-            last = block[-1]
-            lists = [value for value in (last.get("ranks") or {}).values() if isinstance(value, list)]
-            num_ranks = last.get("num_ranks") or (len(lists[0]) if lists else None) or num_ranks
+            num_ranks = block[-1].get("num_ranks", num_ranks)
     ranks, summary, gauges = (builder.table() for builder in builders.values())
     return ranks, summary, gauges, num_ranks
 
 
-def _read_events(folder: Path, steps: Table) -> list[Event]:
+def _read_events(folder: Path, steps: Table, notes: list[str]) -> list[Event]:
     times = steps.column("time")
     is_known = np.isfinite(times)
     known_times, known_steps = times[is_known], steps.step[is_known]
     events = []
-    for line in read_events(folder):
-        if not isinstance(line, dict):
-            continue
-        time = seconds_of(line.get("time"))
-        step = _number(line.get("step"))
+    for line in read_events(folder, notes):
+        time, step = seconds_of(line.get("time")), line.get("step")
         if step is None and math.isfinite(time) and len(known_times):
             done = int(np.searchsorted(known_times, time, side="right"))
             step = int(known_steps[done - 1]) if done else int(known_steps[0]) - 1
-        host = line.get("host")
         events.append(
             Event(
-                kind=str(line.get("event", "?")),
+                kind=line.get("event") or "?",
                 time=time,
-                step=None if step is None else int(step),
-                rank=None if (rank := _number(line.get("rank"))) is None else int(rank),
-                host=None if host is None else str(host),
-                cost_s=_number(line.get("cost_s")),
+                step=step,
+                rank=line.get("rank"),
+                host=line.get("host"),
+                cost_s=line.get("cost_s"),
                 fields=line,
             )
         )
     return events
 
 
-def seconds_of(text: Any) -> float:
-    """The time of an event in seconds since 1970; NaN if it is none."""
-    try:
-        return datetime.datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _number(value: Any) -> float | None:
-    is_one = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_one else None
-
-
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The settings as they are in the file: those of another version are no error."""
+    """The settings as they are in the file, without secrets: those of another version are no error."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return flat_settings(toml_of(read(path, most_bytes=MOST_SETTINGS_BYTES).decode()))
     except FileNotFoundError:
         notes.append(f"there is no {path.name}")
-        return {}
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
     except ValueError as error:
-        notes.append(f"{path.name} cannot be read: {error}")
-        return {}
-    return flat_settings(document)
+        notes.append(f"{path.name} cannot be read: {shown(str(error))}")
+    return {}
 
 
 def flat_settings(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a TOML document by their full names."""
+    """The settings of a TOML document by their full names, to show them: without secrets and control characters."""
     found: dict[str, Any] = {}
     for name, value in document.items():
         found |= {f"{name}.{key}": its for key, its in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+    return {shown(name): _readable(value) for name, value in found.items() if name != ON_EVENT}
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_secrets(shown(value))
+    if isinstance(value, list):
+        return [_readable(each) for each in value]
+    if isinstance(value, dict):
+        return {shown(name): _readable(each) for name, each in value.items()}
+    is_odd = isinstance(value, int | float) and not -MOST_FIGURE <= value <= MOST_FIGURE  # such as NaN
+    return shown(f"{value:.3g}" if isinstance(value, float) else "too large") if is_odd else value
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -275,4 +288,5 @@ def checkpoint_steps(folder: Path) -> list[int]:
         names = os.listdir(folder / "checkpoints")
     except OSError:
         return []
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name)))
+    found = (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name)))
+    return sorted(step for step in found if step <= MOST_STEP)

@@ -3,13 +3,19 @@
 A step that has two lines (it was done again after a crash) has the values of the last one.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from collectives.texts import shown
+
 Array = npt.NDArray[Any]
+_FREE_BYTES, _CELLS_FOR_ONE = 64_000_000, {False: 16, True: 8}
+"""A table may have so many bytes, and so many cells more for each figure of its lines (True: of lists). Lines of a run have nearly the
+same names, and lists of nearly one length; those of a stranger could ask for more memory than there is."""
 
 
 class Table(NamedTuple):
@@ -37,34 +43,48 @@ class TableBuilder:
         self._of_lists = of_lists
         self._steps: list[Array] = []
         self._columns: dict[str, list[tuple[int, Array]]] = {}  # (number of the block, its values)
+        self._num_figures = 0
 
     def add(self, steps: Sequence[int], rows: Sequence[dict[str, Any]]) -> None:
-        """Add a block: a step and its figures for each row."""
+        """Add a block: a step and its figures for each row. ValueError if the rows have too little in common."""
         if not steps:
             return
+        self._num_figures += sum(sum(map(len, row.values())) for row in rows) if self._of_lists else sum(map(len, rows))
         block = len(self._steps)
         self._steps.append(np.array(steps, np.int64))
         kinds_of_row = dict.fromkeys(map(tuple, rows))  # few, so that not each row's names are looked at
-        for name in dict.fromkeys(name for names in kinds_of_row for name in names):
+        names = dict.fromkeys(name for names in kinds_of_row for name in names)
+        self._check(len(rows) * len(names) * self._longest(rows))
+        for name in names:
             values = [row.get(name) for row in rows]
             found = _of_lists(values) if self._of_lists else _of_numbers(values)
             if found is not None:
                 self._columns.setdefault(name, []).append((block, found))
 
+    def _longest(self, rows: Sequence[dict[str, Any]]) -> int:
+        return max((len(its) for row in rows for its in row.values()), default=0) if self._of_lists else 1
+
+    def _check(self, num_cells: int) -> None:
+        if num_cells > _FREE_BYTES // (4 if self._of_lists else 8) + _CELLS_FOR_ONE[self._of_lists] * self._num_figures:
+            raise ValueError("its lines have too little in common for a table: other names, or lists of other lengths")
+
     def table(self) -> Table:
-        """The table of all blocks."""
+        """The table of all blocks. ValueError: see `add`."""
         if not self._steps:
             return Table(np.zeros(0, np.int64), {})
         begins = np.cumsum([0, *map(len, self._steps)])
+        # All columns of ranks have one width: they are added and compared.
+        shape = max((values.shape[1:] for blocks in self._columns.values() for _, values in blocks), default=())
+        self._check(int(begins[-1]) * len(self._columns) * math.prod(shape))
         step = np.concatenate(self._steps)
         order = _last_of_each(step)
         columns = {}
         for name, blocks in self._columns.items():
-            column = np.full((len(step), *max(values.shape[1:] for _, values in blocks)), np.nan, blocks[0][1].dtype)
+            column = np.full((len(step), *shape), np.nan, blocks[0][1].dtype)
             for at, values in blocks:
                 rows = column[begins[at] : begins[at + 1]]
                 rows[(..., slice(values.shape[-1])) if self._of_lists else ...] = values
-            columns[name] = column if order is None else column[order]
+            columns[shown(name)] = column if order is None else column[order]
         return Table(step if order is None else step[order], columns)
 
 

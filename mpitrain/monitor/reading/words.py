@@ -15,7 +15,7 @@ def event_in_words(event: Mapping[str, Any]) -> str:
     kind = str(event.get("event", "?"))
     try:
         said = _SAID[kind](event) if kind in _SAID else _anything(kind, event)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         said = _anything(kind, event)
     return " ".join(said.split())  # reports of failures have several lines
 
@@ -87,6 +87,11 @@ def _anything(kind: str, event: Mapping[str, Any]) -> str:
     cost = [f"{cost_s:.1f} s lost"] if isinstance(cost_s, int | float) else []
     told = [each for each in (place(event), *fields, *cost) if each]
     return f"{kind}: {', '.join(told)}" if told else kind
+
+
+def damaged(file: str, number: int) -> str:
+    """The note about lines that were left out."""
+    return f"{file} has {counted(number, 'damaged line')}, which {'is' if number == 1 else 'are'} left out"
 
 
 def counted(number: int, what: str) -> str:

@@ -5,14 +5,17 @@ import subprocess
 import tempfile
 import threading
 import time
-import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from mpitrain.monitor.record.files import adding
+
 NAME = "alerts.log"
+SETTING = "log.on_event"
+"""The command may have a secret, such as the address of a web hook. It is in RUN/config.toml for people, and nowhere else."""
 COMMAND_S = 60
 """A command that takes longer is ended."""
 AT_ONCE = 4
@@ -21,15 +24,6 @@ MOST_WAITING = 100
 """More events are dropped."""
 CLOSE_S = 10.0
 _LAST = ("failure", "end")  # after them the process may end at any time
-
-
-def command_of(folder: Path) -> str | None:
-    """The command in the settings of the run in `folder`; None if there is none."""
-    try:
-        command = tomllib.loads((folder / "config.toml").read_text()).get("log", {}).get("on_event")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return command if isinstance(command, str) else None
 
 
 class Alerts:
@@ -68,7 +62,7 @@ class Alerts:
             self._num_dropped += 1
             is_first = self._num_dropped == 1
         if is_first:
-            self._say(f"log.on_event: {MOST_WAITING} events wait for {self._command!r}; further ones are dropped")
+            self._say(f"log.on_event: {MOST_WAITING} events wait for the command; further ones are dropped")
 
     def close(self) -> None:
         """Wait at most 10 s for the commands. Those that still run after that go on, and events that still wait are dropped."""
@@ -85,7 +79,7 @@ class Alerts:
             self._waiting.clear()
             num_dropped = self._num_dropped
         if num_dropped:
-            self._say(f"log.on_event: {num_dropped} events were dropped, because {self._command!r} takes too long")
+            self._say(f"log.on_event: {num_dropped} events were dropped, because the command takes too long")
 
     def _start(self, line: str) -> None:
         """Start a command. The caller holds the lock."""
@@ -103,7 +97,7 @@ class Alerts:
                     env=dict(self._environment),
                 )
         except OSError as error:
-            self._fail(f"cannot be run: {error}")
+            self._fail(f"cannot be run: {error.strerror or error}")
             return
         self._num_running += 1
         with suppress(RuntimeError):  # while the interpreter ends
@@ -111,7 +105,7 @@ class Alerts:
 
     def _open_log(self) -> IO[bytes]:
         try:
-            return (self._folder / NAME).open("ab")
+            return adding(self._folder / NAME, 0o600)  # a command may print its own secrets
         except OSError:
             return open("/dev/null", "ab")
 
@@ -130,4 +124,4 @@ class Alerts:
     def _fail(self, what: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._say(f"log.on_event: {self._command!r} {what}; {self._folder / NAME} has its output")
+            self._say(f"log.on_event: the command {what}; {self._folder / NAME} has its output")

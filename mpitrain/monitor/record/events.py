@@ -5,13 +5,15 @@ failure, shrink, restore, relaunch, rewind, desync and flipped_bit.
 
 Each line has `time` (UTC, ISO 8601), `event`, `rank` and `host` (null if the event concerns no single rank) and `cost_s` (the seconds
 that the run lost by the event; null if it is not known). Further fields depend on the event. Only one process writes at a time:
-rank 0, the supervisor after the end of its job, or the rank that reports the failure which ends a job.
+rank 0, the supervisor after the end of its job, or the rank that reports the failure which ends a job. reading/events.py reads them.
 """
 
 import datetime
 import json
 from pathlib import Path
 from typing import Any
+
+from mpitrain.monitor.record.files import adding, write_all
 
 NAME = "events.jsonl"
 REGULAR = frozenset({"begin", "save", "skip", "trace", "end"})
@@ -30,21 +32,6 @@ def write_event(
     """Append one event to the file of the run in `folder`, in one write, and return it. OSError if the file cannot be written."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     line = {"time": now, "event": event, "rank": rank, "host": host, "cost_s": cost_s, **fields}
-    with (folder / NAME).open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    with adding(folder / NAME) as file:
+        write_all(file, json.dumps(line).encode() + b"\n")
     return line
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run, oldest first; a last line that was cut by a crash is left out. Empty without a file."""
-    try:
-        lines = (folder / NAME).read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    events = []
-    for line in lines:
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events

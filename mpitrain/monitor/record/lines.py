@@ -1,22 +1,28 @@
 """Files of JSON lines in order of step, such as `metrics.jsonl`: they grow by a line each step, and are cut where a run goes on."""
 
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from mpitrain.monitor.record.files import MOST_LINE_BYTES, MOST_LINES_BYTES, adding, reading
+
+_Step = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
 
 class _Line(msgspec.Struct):
-    step: int
+    step: _Step
 
 
 class _Evaluation(msgspec.Struct):
-    step: int
+    step: _Step
     heldout_loss: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
 _step_of = msgspec.json.Decoder(_Line).decode
+_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _evaluation_of = msgspec.json.Decoder(_Evaluation).decode
 
 
@@ -26,7 +32,7 @@ class LinesFile:
     def __init__(self, path: Path, *, steps_done: int) -> None:
         """Open the file to continue after `steps_done` steps: lines of later steps, from before a crash, are cut off."""
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = adding(path)
         self._unwritten = b""
         self._failure: OSError | None = None
         kept, is_cut, cut = 0, False, set()
@@ -72,20 +78,25 @@ class LinesFile:
 
 def is_evaluated(path: Path, step: int) -> bool:
     """Whether the `metrics.jsonl` at `path` has the evaluation after `step` steps."""
-    of_step = (line for line, its in _lines(path) if its == step)
-    return any(_evaluation_of(line).heldout_loss is not msgspec.UNSET for line in of_step)
+    return any(_has_evaluation(line) for line, its in _lines(path) if its == step)
+
+
+def _has_evaluation(line: bytes) -> bool:
+    try:
+        return _evaluation_of(line).heldout_loss is not msgspec.UNSET
+    except _ERRORS:
+        return False
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
     """The lines and their steps, up to the first that is incomplete or damaged: a killed process may have left one."""
-    if not path.exists():
+    try:
+        file = io.BufferedReader(reading(path, most_bytes=MOST_LINES_BYTES), 1 << 20)  # type: ignore[type-var]
+    except FileNotFoundError:
         return
-    with path.open("rb") as file:
-        for line in file:
+    with file:
+        while (line := file.readline(MOST_LINE_BYTES)).endswith(b"\n"):
             try:
-                step = _step_of(line).step
-            except msgspec.DecodeError:
+                yield line, _step_of(line).step
+            except _ERRORS:
                 return
-            if not line.endswith(b"\n"):
-                return
-            yield line, step

@@ -1,14 +1,15 @@
 """`python -m mpitrain report RUN [RUN ...]`: see USAGE."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from collectives.bench.kit.pictures import need_matplotlib
 from collectives.commands.terminal import UsageError
+from collectives.texts import shown
 from mpitrain.monitor.picture import writing
 from mpitrain.monitor.reading.run import read_run
+from mpitrain.monitor.record.files import replace
 from mpitrain.monitor.report.document import make_document
 from mpitrain.monitor.report.of_ranks import panels_of_layers, panels_of_ranks
 from mpitrain.monitor.report.of_steps import charts_of_steps
@@ -48,22 +49,17 @@ def main(words: Sequence[str]) -> int:
     page = make_document(runs, axes, charts, panels, out.parent).encode()
     with writing("--out", out):
         _write(out, page)
-    print(f"{out}: {len(page) / 1e6:.2f} MB")
+    print(f"{shown(str(out))}: {len(page) / 1e6:.2f} MB")
     if png is not None:
         from mpitrain.monitor.report.pictures import draw
 
         with writing("--png", png, is_folder=True):
             files = draw(png, runs, charts, panels)
-        print(f"{png}: {len(files)} pictures")
+        print(f"{shown(str(png))}: {len(files)} pictures")
     return 0
 
 
 def _write(path: Path, content: bytes) -> None:
     """Replace the file in one step: a browser may be loading it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace(path, content)

@@ -148,7 +148,7 @@ def _timelines(run: RunRecord, folder: Path) -> str:
 def _place(folder: Path, path: str) -> Path:
     """The file that an event names: absolute, in the run's folder, or from the folder in which the run was started."""
     inside = folder / path
-    return inside if inside.exists() or not Path(path).exists() else Path(path)
+    return inside if os.path.exists(inside) or not os.path.exists(path) else Path(path)
 
 
 def _table(

@@ -117,7 +117,7 @@ def _rows(num_ranks: int) -> list[str]:
 
 
 def _group(num_ranks: int) -> int:
-    return -(-num_ranks // MOST_ROWS)
+    return max(-(-num_ranks // MOST_ROWS), 1)
 
 
 def _figure(name: str, label: str, kind: str, run: RunRecord, grids: _Grids) -> PanelFigure | None:

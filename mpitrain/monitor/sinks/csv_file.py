@@ -7,7 +7,11 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+from mpitrain.monitor.record.files import making, open_regular, partial_of
 from mpitrain.monitor.sinks.sink import About, Figures, Sink
+
+_MOST_BYTES = 4 << 30
+"""Of the file, which is read at the start."""
 
 
 class CsvFile(Sink):
@@ -28,7 +32,8 @@ class CsvFile(Sink):
 
     def open(self, about: About) -> None:
         self._path = about.folder / "metrics.csv"
-        self._file = self._path.open("r+b" if self._path.exists() else "w+b", buffering=0)
+        fd = open_regular(self._path, os.O_RDWR | os.O_CREAT, most_bytes=_MOST_BYTES)
+        self._file = os.fdopen(fd, "r+b", buffering=0)
         columns, self._row, self._end, self._row_at = _kept(self._file.read(), about.steps_done)
         self._file.truncate(self._end)
         self._columns = columns or ["step"]
@@ -74,8 +79,8 @@ class CsvFile(Sink):
         before = rows[: len(rows) - (self._end - self._row_at)]  # without the last row, which is written next
         self._columns += names
         head = _line(self._columns)
-        rewritten = self._path.with_name(".metrics.csv.tmp")
-        file = rewritten.open("w+b", buffering=0)
+        rewritten = partial_of(self._path)
+        file = making(rewritten)
         try:
             # No field of a row has a line break.
             text = head + before.replace(b"\n", b"," * len(names) + b"\n")
@@ -102,7 +107,7 @@ def _kept(text: bytes, steps: int) -> tuple[list[str], dict[str, str], int, int]
     at, end = 0, len(head) + 1
     while (newline := text.find(b"\n", end)) >= 0:
         first, _, _ = text[end:newline].partition(b",")
-        is_row = first.isdigit() and text.count(b",", end, newline) == len(columns) - 1
+        is_row = first.isdigit() and len(first) < 16 and text.count(b",", end, newline) == len(columns) - 1
         if not is_row or int(first) > steps:
             break
         at, end = end, newline + 1

@@ -6,7 +6,6 @@ import numbers
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from mpitrain.monitor.record.files import adding, reading
 from mpitrain.monitor.sinks.sink import About, Figures, Sink
 
 _MOST_BYTES = 64 * 2**20  # of messages that the program has not taken; W&B may need a minute to start
@@ -48,19 +48,19 @@ class Outside(Sink):
         self._earlier: threading.Thread | None = None
 
     def open(self, about: About) -> None:
-        # Not at the top: `program` imports this package, and needs no more of `collectives`, whose import takes 0.1 s.
         from collectives.launcher import environment_of_program
+        from collectives.programs import python
 
         self._folder, self._log = about.folder, about.folder / f"{self._name}.log"
         self._unsent, self._has_failed = bytearray(), False
         self._earlier = _leaving.get(self._log)
-        with self._log.open("ab") as log:
+        with adding(self._log) as log:
             self._log_begin = log.seek(0, os.SEEK_END)
             # The program inherits the lock. So it comes before the program of a later start, and after that of an earlier one.
             with suppress(OSError):
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._program = subprocess.Popen(
-                [sys.executable, "-m", "mpitrain.monitor.sinks.program", self._name],
+                [*python("mpitrain.monitor.sinks.program"), self._name],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -163,7 +163,7 @@ class Outside(Sink):
     def _problem(self) -> str:
         """What the program has said at its end."""
         assert self._program is not None
-        with self._log.open("rb") as log:
+        with reading(self._log) as log:
             log.seek(self._log_begin)
             lines = log.read().decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from mpitrain.monitor.record.files import read_text, replace
 from mpitrain.monitor.sinks.sink import About, tag
 
 _EARLIER_S = 90.0  # for the end of an earlier program of this run
@@ -85,11 +87,13 @@ def _open(name: str, about: About) -> Tool:
 
 
 def _kept_id(path: Path) -> str:
-    """The id in a file, which is made with a new id if it is not there."""
+    """The id in a file, which is made with a new id if it has none."""
     with suppress(FileNotFoundError):
-        return path.read_text().strip()
+        kept = read_text(path).strip()
+        if re.fullmatch(r"[\w-]{1,64}", kept, re.ASCII):
+            return kept
     new = os.urandom(4).hex()
-    path.write_text(new + "\n")
+    replace(path, f"{new}\n".encode())
     return new
 
 

@@ -19,7 +19,7 @@ class About(NamedTuple):
     steps_done: int
     """The step from which the run goes on. What a sink has of later steps, from before a crash, is void."""
     settings: dict[str, Any]
-    """All settings by their full names: see `config.flat`."""
+    """All settings by their full names, without secrets: see `config.flat` and `config.public`."""
     project: str
     """The name under which other tools keep the run together with others: `log.project`."""
 

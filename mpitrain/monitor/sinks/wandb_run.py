@@ -5,7 +5,11 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from mpitrain.monitor.record.files import open_regular, read_text
 from mpitrain.monitor.sinks.sink import About
+
+_MOST_BYTES = 1 << 30
+"""Of the rows that are kept, of 50 bytes each."""
 
 
 class WandbRun:
@@ -33,8 +37,9 @@ class WandbRun:
         path = about.folder / "wandb.rows"
         self._earlier: set[str] = set()
         with suppress(FileNotFoundError):
-            self._earlier = {line for line in path.read_text().splitlines() if _step_of(line) > about.steps_done}
-        self._rows = path.open("w", buffering=1)
+            lines = read_text(path, most_bytes=_MOST_BYTES).splitlines()
+            self._earlier = {line for line in lines if _step_of(line) > about.steps_done}
+        self._rows = os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", buffering=1)
         self._rows.writelines(f"{line}\n" for line in sorted(self._earlier, key=_step_of))
 
     def log(self, step: int, figures: dict[str, float]) -> None:
@@ -68,5 +73,5 @@ def _step_of(row: str) -> int:
     """The step of a line of wandb.rows; 0 if a kill has cut the line."""
     try:
         return int(json.loads(row)[0])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return 0

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mpitrain.config.settings import MOST_TRACED as MOST_STEPS
+from collectives.texts import shown
 from mpitrain.elastic.folder_lock import Holder
 from mpitrain.monitor.trace import request
+from mpitrain.monitor.trace.request import MOST_STEPS
 
 _POLL_S = 0.2
 
@@ -49,18 +50,18 @@ def main(words: list[str]) -> int:
             print("trace: interrupted; if the run traces, it ends the trace within seconds")
             return 130
         print(
-            f"{file}\nOpen it at https://ui.perfetto.dev (the page reads it in the browser and sends it nowhere), or without a network "
-            f"in chrome://tracing; python -m mpitrain trace {options.run} --draw FILE.svg draws it"
+            f"{shown(str(file))}\nOpen it at https://ui.perfetto.dev (the page reads it in the browser and sends it nowhere), or "
+            f"without a network in chrome://tracing; python -m mpitrain trace {shown(str(options.run))} --draw FILE.svg draws it"
         )
     if options.draw is not None:
         picture.draw(file, options.draw)
-        print(f"{options.draw} shows {file}")
+        print(f"{options.draw} shows {shown(str(file))}")
     return 0
 
 
 def newest(run: Path) -> Path:
     """The newest trace of a run. ValueError without one."""
-    files = sorted((run / "traces").glob("step-*.json.gz"), key=lambda file: file.stat().st_mtime)
+    files = sorted((run / "traces").glob("step-*.json.gz"), key=lambda file: file.lstat().st_mtime)
     if not files:
         raise ValueError(
             f"trace: {run} has no trace; --steps N traces a run that trains, and --log.trace-steps 100:103 its steps"
@@ -79,6 +80,8 @@ def traced(run: Path, steps: int, *, timeout_s: float, say: Callable[[str], obje
         raise ValueError(
             f"trace: no job trains in {run}: {gone}; --log.trace-steps FIRST:LAST traces steps of a run from its start"
         )
+    if holder.is_old():
+        raise ValueError(f"trace: no job trains in {run}: {holder} gives no sign of life")
     there = request.read(run)
     if there is not None and there.is_open:
         raise ValueError(
@@ -92,7 +95,7 @@ def traced(run: Path, steps: int, *, timeout_s: float, say: Callable[[str], obje
             found = request.read(run)
             if found is not None and found.id == asked.id and found.state == "done":
                 if found.problem:
-                    raise RuntimeError(f"trace: {found.problem}")
+                    raise RuntimeError(f"trace: {shown(found.problem)}")
                 return run / "traces" / Path(found.path).name
             if gone is not None:
                 raise RuntimeError(f"trace: the run ended before the end of the trace: {gone}")

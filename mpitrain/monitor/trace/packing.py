@@ -5,13 +5,14 @@ stops at a whole byte; joined in order such parts are one stream (as pigz does).
 parts.
 """
 
-import gzip
 import json
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from mpitrain.monitor.record.files import blocks_of_lines, json_of
 
 _HEAD = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"  # gzip, deflate, no time, no name, any system
 _END = b"\x03\0"  # an empty last block
@@ -56,12 +57,29 @@ BETWEEN, END_OF_FILE = ",\n", "\n]}\n"
 
 
 def read_trace(file: Path) -> dict[str, Any]:
-    """The object in a file. ValueError if the file is no trace."""
+    """The object in a file. ValueError if the file is no trace; OSError if it cannot be read, is no regular file, or is a bomb."""
+    lines = lines_of(file)
     try:
-        with gzip.open(file, "rb") as packed:
-            trace = json.loads(packed.read())
-        if not isinstance(trace["traceEvents"], list):
-            raise TypeError
-    except (EOFError, zlib.error, gzip.BadGzipFile, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: expected a trace of mpitrain (.json.gz), got something else ({error})") from None
-    return dict(trace)
+        begin = json_of(next(lines) + b"]}")
+        events = [json_of(line) for line in lines]
+    except (ValueError, StopIteration) as error:
+        raise no_trace(file, error) from None
+    if not isinstance(begin, dict) or "traceEvents" not in begin:
+        raise no_trace(file, "it begins with something else")
+    return begin | {"traceEvents": events}
+
+
+def lines_of(file: Path) -> Iterator[bytes]:
+    """What a trace begins with, and then each of its events as JSON. OSError: see `read_trace`."""
+    try:
+        for block, _ in blocks_of_lines(file):
+            for line in block.split(b"\n"):
+                if line not in (b"", b"]}"):
+                    yield line.removesuffix(b",")
+    except OSError as error:
+        raise OSError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def no_trace(file: Path, why: object) -> ValueError:
+    """The error of a file that is none of ours."""
+    return ValueError(f"{file}: expected a trace of mpitrain (.json.gz), got something else ({why})")

@@ -8,15 +8,17 @@ Each writer replaces the file, so a reader sees one of them as a whole. The comm
 stays, and is void `timeout_s` seconds after its `time` (unix time). The clocks of two hosts must differ by less than that.
 """
 
-import json
 import time
 import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.elastic.marks import write
+from mpitrain.elastic.marks import number, whole, write
+from mpitrain.monitor.record.files import read_object
 
 NAME = ".trace"
+MOST_STEPS = 200
+"""Of a trace. It grows by some MB of memory a step."""
 EVERY_S = 1.0
 """Seconds between two looks of a run. More looks would burden a file system of many nodes."""
 
@@ -41,17 +43,17 @@ class Request(NamedTuple):
 def read(folder: Path) -> Request | None:
     """The request in a run's folder; None without one."""
     try:
-        found = json.loads((folder / NAME).read_bytes())
+        found = read_object(folder / NAME)
         return Request(
             str(found["id"]),
-            int(found["steps"]),
-            float(found["time"]),
-            float(found["timeout_s"]),
+            whole(found["steps"]),
+            number(found["time"]),
+            number(found["timeout_s"]),
             str(found["state"]),
             str(found.get("path", "")),
             str(found.get("problem", "")),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return None
 
 
@@ -84,7 +86,12 @@ class Requests:
         self._looked_at = now
         found = read(self._folder)
         # "taken" by an earlier job, or before a loss of ranks, is open still.
-        if found is None or not found.is_open or found.steps < 1 or (self._served and found.id == self._served.id):
+        if (
+            found is None
+            or not found.is_open
+            or not 1 <= found.steps <= MOST_STEPS
+            or (self._served and found.id == self._served.id)
+        ):
             return 0
         self._served = found
         return found.steps

@@ -16,6 +16,7 @@ import collectives
 from collectives import Communicator
 from collectives.diagnosis import record
 from mpitrain.monitor.gauges.phases import StepClock
+from mpitrain.monitor.record.files import making, partial_of, write_all
 from mpitrain.monitor.trace import communication, packing
 from mpitrain.monitor.trace.clocks import TAG, Clocks
 from mpitrain.monitor.trace.events import LAYERS, OPERATORS, PIPELINE, STEPS, Part
@@ -180,24 +181,24 @@ class Session:
 def _write(file: Path, pieces: Iterable[bytes]) -> OSError | None:
     """Write a file, under another name first. All pieces are taken, also after an error, which is returned: other ranks send them."""
     problem: OSError | None = None
-    partial = file.with_name(f".{file.name}.tmp")
     with ExitStack() as ended:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            there = ended.enter_context(partial.open("wb"))
+            partial = partial_of(file)
+            there = ended.enter_context(making(partial))
         except OSError as error:
             problem = error
         for piece in pieces:
             try:
                 if problem is None:
-                    there.write(piece)
+                    write_all(there, piece)
             except OSError as error:
                 problem = error
     try:
         if problem is None:
             partial.replace(file)
         else:
-            partial.unlink(missing_ok=True)
+            partial_of(file)  # removes what is there
     except OSError as error:
         problem = problem or error
     return problem

@@ -37,6 +37,7 @@ class RankFigures:
         self._of_ranks: deque[Line] = deque(maxlen=_LAST)
         self._summaries: deque[Line] = deque(maxlen=_LAST)
         self._gauges: Mapping[str, Any] = {}
+        self._all: list[Rank] = []  # until the next line
 
     def take(self, lines: Sequence[Line]) -> None:
         """Add lines. Those of another number of ranks are forgotten: a recovery has numbered the ranks anew."""
@@ -48,11 +49,12 @@ class RankFigures:
         if of_others or num != self._num_ranks:
             self._forget(num)
             lines = lines[of_others[-1] + 1 :] if of_others else lines
+        self._all = []
         # Older ones could only push each other out. In long summaries every 100th line has all ranks.
-        self._of_ranks.extend([line for line in lines if isinstance(line.get("ranks"), dict)][-_LAST:])
-        self._summaries.extend([line for line in lines[-_LAST:] if isinstance(line.get("summary"), dict)])
+        self._of_ranks.extend([line for line in lines if "ranks" in line][-_LAST:])
+        self._summaries.extend([line for line in lines[-_LAST:] if "summary" in line])
         for line in reversed(lines):
-            if isinstance(line.get("gauges"), dict):
+            if "gauges" in line:
                 self._gauges = line["gauges"]
                 break
 
@@ -72,16 +74,14 @@ class RankFigures:
             return []
         # With summaries one line is a step of its own: the line before it is 100 steps old.
         lines = [self._of_ranks[-1]] if self.is_summarized else list(self._of_ranks)
-        return [Rank(rank, self._figures(lines, rank)) for rank in range(self._num_ranks)]
+        if not self._all:
+            self._all = [Rank(rank, self._figures(lines, rank)) for rank in range(self._num_ranks)]
+        return self._all
 
     def _figures(self, lines: Sequence[Line], rank: int) -> dict[str, float | None]:
         each: dict[str, list[float]] = {name: [] for name in _NAMES}
         for line in lines:
-            its = {
-                name: values[rank]
-                for name, values in line["ranks"].items()
-                if isinstance(values, list) and rank < len(values)
-            }
+            its = {name: values[rank] for name, values in line["ranks"].items() if rank < len(values)}
             step_s, comm_s, check_s = (its.get(name) or 0.0 for name in ("step_s", "comm_s", "check_s"))
             its |= {"wait_s": comm_s + check_s, "busy_s": busy_s(step_s, comm_s, check_s)}
             for name, values in each.items():
@@ -89,12 +89,13 @@ class RankFigures:
                     values.append(value)
         figures: dict[str, float | None] = {name: statistics.median(values) for name, values in each.items() if values}
         for name, gauge in self._gauges.items():
-            figures[name] = gauge[rank] if isinstance(gauge, list) and rank < len(gauge) else None
+            figures[name] = gauge[rank] if rank < len(gauge) else None
         return figures
 
     def summary(self, name: str) -> tuple[float, float, float, int] | None:
         """Minimum, median, maximum, and the worst rank of a figure, in the median over the last steps."""
-        found = [line["summary"][name] for line in self._summaries if name in line["summary"]]
+        each_line = (line["summary"].get(name) for line in self._summaries)
+        found = [each for each in each_line if each is not None and None not in each]
         if not found:
             return None
         low, middle, high = (statistics.median(each[at] for each in found) for at in range(3))
@@ -185,8 +186,4 @@ def _cell(rank: Rank, column: Column) -> str:
 
 def _num_ranks(line: Line) -> int:
     """0 in a line without figures of ranks."""
-    if isinstance(num := line.get("num_ranks"), int):
-        return num
-    ranks = line.get("ranks")
-    lists = ranks.values() if isinstance(ranks, dict) else ()
-    return max((len(values) for values in lists if isinstance(values, list)), default=0)
+    return int(line.get("num_ranks", 0))

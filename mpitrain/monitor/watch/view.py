@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
+from collectives.texts import shown
 from mpitrain.monitor.reading.lines import Line
 from mpitrain.monitor.reading.numbers import duration
 from mpitrain.monitor.reading.words import GRAVE, ODD, counted, event_in_words
@@ -61,7 +62,7 @@ def _body(run: Watched, screen: Screen, steps: Range, room: int) -> list[Text]:
 
 def _heading(run: Watched, screen: Screen) -> list[Text]:
     status, last = run.status(), run.last
-    names = str(run.folder), run.folder.resolve().name
+    names = shown(str(run.folder)), shown(run.folder.resolve().name)
     name = next((each for each in names if len(each) + 2 + len(status.words) <= screen.width), None)
     name = name or next((each for each in names if len(each) <= screen.width // 2), None)
     if name is not None:  # the state begins in the same line
@@ -77,7 +78,7 @@ def _heading(run: Watched, screen: Screen) -> list[Text]:
     if last is None:
         return lines
     done, steps = last["step"], run.steps
-    if steps is None or steps < done:
+    if steps is None or steps < max(done, 1):
         return [*lines, Text(f"step {done:,}")]
     left_s = run.pace.left_s(steps) if status.words == RUNNING and done < steps else None
     words = [f"{done / steps:.0%}", *([] if left_s is None else [f"{duration(left_s)} left"])]
@@ -106,7 +107,7 @@ def _figures(run: Watched) -> Iterator[str]:
         yield f"checkpoint at step {step:,}, {duration(max(time.time() - saved_at, 0))} ago"
     yield from _words(run.last, _FURTHER)
     if run.hosts:
-        device = run.begin.get("device")
+        device = run.begin.get("device") or ""
         yield f"{counted(len(run.hosts), 'rank')} on {counted(len(set(run.hosts)), 'host')}" + f", {device}" * bool(
             device
         )
@@ -190,7 +191,7 @@ def _ranks(run: Watched, width: int, most: int) -> list[Text]:
     slow: Mapping[int, str] = {
         event["rank"]: str(event.get("cause") or "")
         for event in run.session
-        if event.get("event") == "straggler" and isinstance(event.get("rank"), int)
+        if event.get("event") == "straggler" and event.get("rank") is not None
     }
     lines = ranks.summary_lines(run.ranks) if most >= 8 or not run.ranks.all() else []
     if most - len(lines) < 1 or not run.ranks.all():
@@ -220,7 +221,7 @@ def _clock(stamp: Any) -> str:
     """The time of an event on this host's clock, with the day if it is not today."""
     try:
         at = datetime.datetime.fromisoformat(stamp).astimezone()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return "--:--:--"
     is_today = at.date() == datetime.datetime.now().astimezone().date()
     return f"{at:%H:%M:%S}" if is_today else f"{at:%m-%d %H:%M}"

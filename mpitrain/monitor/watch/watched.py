@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from collectives.texts import shown
 from mpitrain.elastic.marks import DONE, LOCK, OLD_S, STALE_S, last_launch, read_done
 from mpitrain.monitor.pace import Pace
+from mpitrain.monitor.reading.events import read_events, seconds_of
 from mpitrain.monitor.reading.follow import Follower
 from mpitrain.monitor.reading.lines import Line
 from mpitrain.monitor.reading.numbers import duration
-from mpitrain.monitor.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings, seconds_of
+from mpitrain.monitor.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings
 from mpitrain.monitor.record.events import NAME as EVENTS
-from mpitrain.monitor.record.events import read_events
+from mpitrain.monitor.record.files import read_text
 from mpitrain.monitor.watch.ranks import RankFigures
 from mpitrain.monitor.watch.series import Thinned
 
@@ -43,12 +45,13 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._metrics = Follower(folder / METRICS)
-        self._ranks = Follower(folder / RANKS, last_bytes=_RANKS_BYTES)
+        self._ranks = Follower(folder / RANKS, last_bytes=_RANKS_BYTES, of_ranks=True)
         self._seen: dict[str, float | None] = {}  # the times of files at the last look
         self._step_seen_at: float | None = None  # by the monotonic clock: a step that this process saw to arrive
         self._lock_seen_at: float | None = None
         self._is_first = True
         self._num_events = 0
+        self._damaged: list[str] = []  # a note about events
         self.settings: dict[str, Any] = {}
         """By full name, such as train.steps."""
         self.events: list[dict[str, Any]] = []
@@ -76,6 +79,7 @@ class Watched:
         self.notes = []
         self._look(SETTINGS, self._read_settings)
         self._look(EVENTS, self._read_events)
+        self.notes += self._damaged
         self._follow(self._metrics, METRICS, self._take_steps)
         self._follow(self._ranks, RANKS, self._take_ranks)
         self._look("checkpoints", self._read_checkpoints)
@@ -111,7 +115,8 @@ class Watched:
         self.settings = read_settings(self.folder / SETTINGS, self.notes) if self._seen[SETTINGS] is not None else {}
 
     def _read_events(self) -> None:
-        events = [event for event in read_events(self.folder) if isinstance(event, dict)]
+        self._damaged = []
+        events = read_events(self.folder, self._damaged)
         if any(event.get("event") == "begin" for event in events[self._num_events :]):
             self.pace.forget()  # the time between two jobs is no time of a step
         self.events, self._num_events = events[-_EVENTS:], len(events)
@@ -130,27 +135,24 @@ class Watched:
                 self._take_heldout(line)
                 continue
             step, loss, speed = line["step"], line.get("loss"), line.get("tokens_per_s")
-            if isinstance(loss, int | float):
+            if loss is not None:
                 losses.add(step, loss)
-            if isinstance(speed, int | float):
+            if speed is not None:
                 speeds.add(step, speed)
         if self.first_step is None:
             self.first_step = next((line["step"] for line in lines if "heldout_loss" not in line), None)
         steps = [line for line in lines[-RECENT:] if "heldout_loss" not in line]
-        self.recent.extend(
-            {name: value for name, value in line.items() if "/" not in name and isinstance(value, int | float | None)}
-            for line in steps
-        )
+        self.recent.extend({name: value for name, value in line.items() if "/" not in name} for line in steps)
         begun_at = seconds_of(self.begin.get("time"))
         for line in steps:
-            if isinstance(at := line.get("time"), int | float) and not at < begun_at:
+            if (at := line.get("time")) is not None and not at < begun_at:
                 self.pace.add(line["step"], at)
         if steps and not self._is_first:
             self._step_seen_at = time.monotonic()
 
     def _take_heldout(self, line: Line) -> None:
         self.last_heldout, loss = line, line["heldout_loss"]
-        if isinstance(loss, int | float):
+        if loss is not None:
             self.heldout.add(line["step"], loss)
             self.best_heldout = min(self.best_heldout or (math.inf, 0), (loss, line["step"]))
 
@@ -186,8 +188,7 @@ class Watched:
     @property
     def hosts(self) -> list[str]:
         """The host of each rank; empty if they are not known."""
-        hosts = self.begin.get("hosts")
-        return list(map(str, hosts)) if isinstance(hosts, list) else []
+        return self.begin.get("hosts") or []
 
     def silent_s(self) -> float | None:
         """Seconds since the last step; None if that is not known. A clock of another host decides only until a step was seen."""
@@ -209,7 +210,7 @@ class Watched:
             end = read_done(self.folder, last_launch(self.folder))
             return _ended("ended" if end is None else end.reason)
         if locked_at is None and self.session and self.session[-1].get("event") == "end":
-            return _ended(str(self.session[-1].get("reason")))
+            return _ended(self.session[-1].get("reason") or "ended")
         if locked_at is None:
             words = (
                 "waiting for a job: none trains in this folder"
@@ -239,10 +240,10 @@ class Watched:
     def _failure(self) -> str:
         """The first line of the report. Above it is its time."""
         try:
-            lines = (self.folder / "failure.txt").read_text(errors="replace").splitlines()
+            lines = read_text(self.folder / "failure.txt").splitlines()
         except OSError as error:
             return f"failure.txt cannot be read: {error.strerror}"
-        return next((line.strip() for line in lines[1:] if line.strip()), "failure.txt is empty")
+        return next((shown(line.strip()) for line in lines[1:] if line.strip()), "failure.txt is empty")
 
 
 def _ended(reason: str) -> Status:

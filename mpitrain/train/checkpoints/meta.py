@@ -8,6 +8,7 @@ import msgspec
 
 import ckpt
 from ckpt.format.validation import converted
+from collectives.texts import without_secrets
 from mpitrain.config.parallel import Wire
 
 MAX_LEFT_OUT = 1 << 20
@@ -86,7 +87,7 @@ def checked(meta: dict[str, Any], where: object) -> dict[str, Any]:
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The meta of a checkpoint of the main job. ckpt.CheckpointError if it cannot be read, or is not of the main job."""
-    return checked(ckpt.open(path).meta, os.fspath(path))
+    return checked(ckpt.open(path).meta, without_secrets(os.fspath(path)))
 
 
 class Age(NamedTuple):

@@ -14,7 +14,16 @@ import torch
 import ckpt
 from ckpt.storage.local import in_a_line
 from collectives import Communicator
-from mpitrain.config import CheckpointConfig, Config, ConfigError, ParallelConfig, differences, from_text, to_toml
+from mpitrain.config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    ParallelConfig,
+    differences,
+    from_text,
+    public,
+    to_toml,
+)
 from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
 from mpitrain.models.draws import seed_all
@@ -88,7 +97,7 @@ def collect(
 def _conditions(config: Config, comm: Communicator, hardware: dict[str, Any]) -> dict[str, Any]:
     """What the bits of a run depend on, besides its state: a part of the meta. `mpitrain.monitor.diff.conditions` reads it."""
     return {
-        "config": to_toml(config),
+        "config": to_toml(public(config)),
         "num_ranks": comm.size,
         "collectives": comm.table.to_dict(),  # the choice of algorithms decides the order of additions
         "hardware": hardware,
@@ -105,7 +114,7 @@ def write(
     ckpt.save(
         path, collected.tensors, comm=collected.comm, meta=collected.meta, overwrite=True, files=settings.num_files,
         driver=settings.driver, background=settings.background, copies=settings.copies, keep=settings.keep,
-        keep_every=settings.keep_every or None, before_commit=before_commit,
+        keep_every=settings.keep_every or None, private=settings.private, before_commit=before_commit,
     )  # fmt: skip
 
 
@@ -186,7 +195,7 @@ def load(
         then, now = meta.get("wires", {}).get(name), getattr(parallel, name)
         if getattr(config.parallel, name) == "auto" and then not in (None, now):
             remarks.append(f"parallel.{name}: auto was {then} when it was saved, and is {now} now")
-    for line in differences(saved, config):
+    for line in differences(public(saved), public(config)):
         if not line.startswith(("run:", "resume:", "log.", "train.eval_only")):
             remarks.append(f"setting changed: {line}")
     if not config.train.eval_only:

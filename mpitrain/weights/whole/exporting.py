@@ -109,7 +109,7 @@ class _Output(Output):
         if self._failure is None:
             try:
                 if self._file is None:
-                    self._file = self.temporary.open("wb")
+                    self._file = os.fdopen(self.make(), "wb")
                 self._file.write(data)
             except OSError as error:
                 self._failure = error

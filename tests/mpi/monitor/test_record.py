@@ -17,8 +17,8 @@ import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.monitor.adding import Added, Moment
+from mpitrain.monitor.reading.events import read_events
 from mpitrain.monitor.record import ranks
-from mpitrain.monitor.record.events import read_events
 from mpitrain.monitor.sinks import About, Figures
 
 

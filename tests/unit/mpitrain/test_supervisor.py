@@ -19,7 +19,7 @@ from mpitrain.elastic.supervisor.decisions import Outcome, Policy, Progress, dec
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host
 from mpitrain.elastic.supervisor.limits import Limits, Watch
-from mpitrain.monitor.record.events import read_events
+from mpitrain.monitor.reading.events import read_events
 
 ROOT = Path(__file__).parents[3]
 TRAIN = ("python", "-m", "mpitrain", "--run", "a/b", "-x", "1")

@@ -63,7 +63,7 @@ def test_a_command_that_fails_is_told_once(tmp_path: Path, command: str, what: s
         told.tell(EVENT)
     told.close()
     (line,) = said
-    assert line.startswith(f"log.on_event: '{command}' {what}") and str(tmp_path / alerts.NAME) in line
+    assert line.startswith(f"log.on_event: the command {what}") and str(tmp_path / alerts.NAME) in line
 
 
 def test_a_command_that_cannot_start_is_told_once(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mpitrain.bench.monitoring.recorded_runs import BEGAN, write_run
-from mpitrain.monitor.reading import lines
 from mpitrain.monitor.reading.run import read_run
 from mpitrain.monitor.reading.smoothing import smoothed
+from mpitrain.monitor.record import files
 
 
 def test_the_whole_record(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_many_ranks_have_summaries(tmp_path: Path) -> None:
 
 def test_torn_lines_and_steps_that_were_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block ends within a line, and a number of ranks, a kind of value and a set of names changes."""
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 64)
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "metrics.jsonl").write_bytes(

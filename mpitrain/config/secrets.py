@@ -1,0 +1,39 @@
+"""The settings without their secrets: for checkpoints, sinks, reports and messages. RUN/config.toml alone has all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from collectives.texts import HIDDEN, without_secrets
+from mpitrain.config.settings import Config, flat
+from mpitrain.monitor.record.alerts import SETTING as ON_EVENT
+
+
+def public(config: Config) -> Config:
+    """The settings without the command of log.on_event, and with addresses without user, password, key and signature."""
+    section, _, name = ON_EVENT.partition(".")
+    shown: Config = _public(config)
+    return replace(shown, **{section: replace(getattr(shown, section), **{name: None})})
+
+
+def has_secrets(config: Config) -> bool:
+    """Whether `public` leaves something out."""
+    return public(config) != config
+
+
+def hidden(config: Config) -> list[str]:
+    """The settings in which `public` has hidden a part of an address: these addresses cannot be reached."""
+    return [name for name, value in flat(config).items() if re.search(rf"://\S*{re.escape(HIDDEN)}", str(value))]
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, tuple):
+        return tuple(map(_public, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: _public(getattr(value, field.name)) for field in fields(value)}
+        return replace(value, **changed)
+    return value

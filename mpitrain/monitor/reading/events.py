@@ -1,0 +1,133 @@
+"""The events of a run with types: what a reader asks for is of the type that a run writes, or is not there."""
+
+import datetime
+import math
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from collectives.texts import shown, without_secrets
+from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE, MOST_STEP, MOST_TIME_S
+from mpitrain.monitor.reading.words import damaged
+from mpitrain.monitor.record.events import NAME
+from mpitrain.monitor.record.files import blocks_of_lines, json_of
+
+MOST_EVENTS, _MOST_BYTES = 100_000, 32 << 20
+"""Of more events, or of longer lines together, the last ones are kept."""
+_MOST_LINE_BYTES = 4 << 20
+"""Of an event; the begin of 100,000 ranks has 3 MB."""
+_MOST_WORDS = 100_000
+"""Characters of a text, such as the report of a failure."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
+_Large = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Number = Annotated[float, msgspec.Meta(ge=-MOST_FIGURE, le=MOST_FIGURE)]
+
+
+class _Spike(msgspec.Struct):
+    value: _Number
+    median: _Number
+
+
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("step", "rank", "threads", "launch", "first", "last", "to_step", "idle", "pid"), _Count),
+    **dict.fromkeys(("parameters", "tokens_per_step", "memory_bytes_of_rank"), _Large),
+    **dict.fromkeys(("cost_s", "factor", "loss", "grad_norm", "loss_scale", "flops_per_s", "vendor_flops_per_s", "monitor_s"), _Number),
+    **dict.fromkeys(("background", "skipped"), bool),
+    **dict.fromkeys(
+        ("time", "event", "host", "device", "source", "path", "problem", "report", "words", "cause", "sink", "reason", "why"), str
+    ),
+    "hosts": list[str],
+    "layout": dict[str, _Count],
+    "environment": dict[str, str],
+}  # fmt: skip
+"""The fields that a run writes: see record/events.py."""
+_OF_KINDS: dict[tuple[str, str], Any] = {("begin", "ranks"): _Count, ("spike", "what"): dict[str, _Spike]}
+"""Fields that have these types in one kind of events alone."""
+
+
+def read_events(folder: Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
+    """The events of a run, oldest first; a last line that was cut by a crash is left out. Empty without a file. OSError.
+
+    `notes`: gets a line about damaged lines.
+    """
+    events: deque[tuple[int, dict[str, Any]]] = deque()
+    num_bytes = num_damaged = 0
+    for line, is_torn in _lines(folder / NAME):
+        try:
+            found = json_of(line) if len(line) <= _MOST_LINE_BYTES else None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            num_damaged += not is_torn
+        else:
+            events.append((len(line), typed(found)))
+            num_bytes += len(line)
+            while len(events) > MOST_EVENTS or num_bytes > _MOST_BYTES:
+                num_bytes -= events.popleft()[0]
+    if num_damaged and notes is not None:
+        notes.append(damaged(NAME, num_damaged))
+    return [event for _, event in events]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Those that are not empty, and whether one is the incomplete last line."""
+    try:
+        for text, is_torn in blocks_of_lines(path):
+            yield from ((line, is_torn) for line in text.split(b"\n") if line)
+    except FileNotFoundError:
+        return
+
+
+def typed(event: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an event with the types of _TYPES. Those of another type are left out, and fields that are unknown stay."""
+    found: dict[str, Any] = {}
+    for name, value in event.items():
+        kind = _TYPES.get(name) or _OF_KINDS.get((str(event.get("event")), name))
+        if kind is None:
+            found[_text(name)] = _unknown(value)
+        elif value is None:
+            found[name] = None
+        else:
+            given = str(_unknown(value)) if kind is str and isinstance(value, int | float) else value
+            try:
+                found[name] = _readable(msgspec.convert(given, kind))
+            except ERRORS:
+                continue
+    if not math.isfinite(seconds_of(found.get("time"))):
+        found.pop("time", None)
+    return found
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, list):
+        return [_text(each) for each in value]
+    if isinstance(value, dict):
+        return {_text(name): _readable(each) for name, each in value.items()}
+    return msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+
+
+def _unknown(value: Any) -> Any:
+    """A value that `words.py` may show."""
+    if isinstance(value, str):
+        return _text(value)
+    is_large = isinstance(value, int | float) and not -MOST_FIGURE <= value <= MOST_FIGURE  # also what is no number
+    return None if is_large else value
+
+
+def _text(text: str) -> str:
+    return without_secrets(shown(text[:_MOST_WORDS], lines=True))
+
+
+def seconds_of(text: Any) -> float:
+    """The time of an event in seconds since 1970; NaN if it is none that a run can have."""
+    try:
+        seconds = datetime.datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError, OverflowError, OSError):
+        return math.nan
+    return seconds if 0 <= seconds <= MOST_TIME_S else math.nan

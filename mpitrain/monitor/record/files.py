@@ -1,0 +1,228 @@
+"""The files of a run's folder, opened so that no file there can hurt the process that opens it.
+
+The folder may be a stranger's, or in a place where others may write. So only regular files are opened: a pipe would never end, a link
+may lead to anything. A reader says how much it takes at most. What is written anew gets a name that nobody else has made.
+
+Standard library only, for a supervisor on hosts without packages.
+"""
+
+import errno
+import json
+import os
+import re
+import stat
+import tomllib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+BLOCK_BYTES = 8 << 20
+MOST_LINE_BYTES = 8 << 20
+"""Of a line. A step of 50,000 ranks has 7 MB in ranks.jsonl."""
+MOST_LINES_BYTES = 64 << 30
+"""Of a file of lines."""
+MOST_TEXT_BYTES = 4 << 20
+"""Of settings, reports and marks."""
+_MOST_DEEP = 16
+"""Parts of a name in TOML. The settings of a run have two."""
+_MOST_RATIO, _MOST_UNPACKED_BYTES = 200, 8 << 30
+"""Of a packed file: traces pack to a fifteenth, and zeros to a thousandth."""
+_KINDS = {
+    stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
+}  # fmt: skip
+
+
+class OddFileError(OSError):
+    """A file that no run has written: another try will not help."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, most_bytes: int | None = None) -> int:
+    """A descriptor of a regular file; no link to one. OddFileError for anything else, at once, and for more than `most_bytes`. OSError.
+
+    `flags`, `mode`: of `os.open`.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _odd(path, "it is a link") from None
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
+            raise _odd(path, "it is a pipe or a socket") from None
+        raise
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and (most_bytes is None or found.st_size <= most_bytes):
+        return fd
+    os.close(fd)
+    if stat.S_ISREG(found.st_mode):
+        raise OddFileError(errno.EFBIG, f"it has {found.st_size:,} bytes; expected at most {most_bytes:,}", str(path))
+    raise _odd(path, f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
+
+
+def _odd(path: Path, what: str) -> OSError:
+    return OddFileError(errno.EINVAL, f"{what}; expected a regular file", str(path))
+
+
+def reading(path: Path, *, most_bytes: int | None = None) -> BinaryIO:
+    """The open file, unbuffered. OSError: see `open_regular`."""
+    return open(open_regular(path, most_bytes=most_bytes), "rb", buffering=0)
+
+
+def read(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
+    """All bytes of a file. OSError: see `open_regular`."""
+    with reading(path, most_bytes=most_bytes) as file:
+        data = bytearray()
+        while len(data) <= most_bytes and (piece := file.read(1 << 20)):
+            data += piece
+    if len(data) > most_bytes:  # it has grown meanwhile
+        raise OddFileError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+    return bytes(data)
+
+
+def read_text(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """The text of a file, with characters in place of bytes that are no UTF-8. OSError: see `open_regular`."""
+    return read(path, most_bytes=most_bytes).decode(errors="replace")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. OSError: see `open_regular`; ValueError for something else."""
+    found = json_of(read(path))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def json_of(text: str | bytes) -> Any:
+    """The value of a JSON text. ValueError, also for one that is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """The document of a TOML text. ValueError, also for one that is nested too deep: Python takes hours for a name of many parts."""
+    if any(name.count(".") >= _MOST_DEEP for name in _NAME.findall("".join(_without_strings(text)))):
+        raise ValueError(f"it is nested too deeply: it has a name of more than {_MOST_DEEP} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+_NAME = re.compile(r"[\w\-. \t]+")
+_OPENING = re.compile(r"\"\"\"|'''|[\"'#]")
+_ENDS = {quote: re.compile(rf"\\.|{quote}", re.DOTALL) for quote in ('"', '"""')}
+
+
+def _without_strings(text: str) -> Iterator[str]:
+    """The parts of a TOML text between its strings and remarks."""
+    at = 0
+    while opening := _OPENING.search(text, at):
+        yield text[at : opening.start()]
+        quote, at = opening[0], opening.end()
+        if quote in _ENDS:
+            while (found := _ENDS[quote].search(text, at)) and found[0] != quote:
+                at = found.end()
+            at = found.end() if found else len(text)
+        elif (end := text.find("\n" if quote == "#" else quote, at)) < 0:
+            at = len(text)
+        else:
+            at = end + len(quote) * (quote != "#")
+    yield text[at:]
+
+
+# Files of lines
+
+
+def blocks_of_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """The lines of a file in blocks, and whether the block is a last line without its end. A file named .gz is unpacked.
+
+    FileNotFoundError without one. OSError: see `open_regular`; also for a line or a file that is too long, and for damage of what is
+    packed.
+    """
+    with reading(path, most_bytes=MOST_LINES_BYTES) as file:
+        rest = b""
+        for block in _unpacked(path, file) if path.suffix == ".gz" else iter(lambda: file.read(BLOCK_BYTES), b""):
+            whole, newline, torn = block.rpartition(b"\n")
+            if newline:
+                yield rest + whole, False
+                rest = torn
+            else:
+                rest += block
+            if len(rest) > MOST_LINE_BYTES:
+                raise too_long(path)
+        if rest:
+            yield rest, True
+
+
+def too_long(path: Path) -> OSError:
+    """The error of a line that is too long."""
+    return OddFileError(
+        errno.EFBIG, f"it has a line of more than {MOST_LINE_BYTES:,} bytes, so it is damaged", str(path)
+    )
+
+
+def _unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """The contents of a gzip file, piece by piece."""
+    most = min(_MOST_RATIO * os.fstat(file.fileno()).st_size + BLOCK_BYTES, _MOST_UNPACKED_BYTES)
+    num_bytes, member = 0, zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        while True:
+            piece = member.unconsumed_tail or member.unused_data or file.read(1 << 16)
+            if piece and member.eof:
+                member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+            unpacked = member.decompress(piece, BLOCK_BYTES)
+            if not piece and not unpacked:
+                break
+            num_bytes += len(unpacked)
+            if num_bytes > most:
+                raise OddFileError(errno.EFBIG, f"it unpacks to more than {most:,} bytes", str(path))
+            yield unpacked
+    except zlib.error as error:
+        raise OddFileError(errno.EINVAL, f"it is damaged, or no gzip file: {error}", str(path)) from None
+    if not member.eof:
+        raise OddFileError(errno.EINVAL, "it is cut off, or no gzip file", str(path))
+
+
+# Writing
+
+
+def adding(path: Path, mode: int = 0o666) -> BinaryIO:
+    """The file, unbuffered, to add to its end; it is made if need be. `mode`: of a new one. OSError: see `open_regular`."""
+    return open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode), "ab", buffering=0)
+
+
+def making(path: Path, mode: int = 0o666) -> BinaryIO:
+    """A new file of that name, unbuffered. FileExistsError if there is anything, also a link to nothing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, mode), "w+b", buffering=0)
+
+
+def replace(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replace a file, so that a reader finds the old one or the new one. `mode`: of the new one, less the umask. OSError."""
+    partial = partial_of(path)
+    try:
+        with making(partial, mode) as file:
+            write_all(file, data)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def partial_of(path: Path) -> Path:
+    """The name of this process beside `path` for a file that gets the name `path` when it is whole. What is there is removed."""
+    partial = path.with_name(f"{'' if path.name.startswith('.') else '.'}{path.name[:200]}.{os.getpid()}.tmp")
+    partial.unlink(missing_ok=True)
+    return partial
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """Write all bytes to an unbuffered file."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
