@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from collectives.texts import shown
+
 _VISIBLE_S = 10.0
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # nobody can have put a link there before
 _BUFFER_BYTES = 4 << 20
@@ -40,7 +42,7 @@ def naming(path: Path) -> Iterator[None]:
 def in_a_line(error: BaseException) -> str:
     """The first line of a library's message about a file, whose names may have characters that control a terminal."""
     line = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return "".join(character if character.isprintable() else "?" for character in line[:500])
+    return shown(line[:500])
 
 
 def check_free(folder: Path, nbytes: int) -> None:

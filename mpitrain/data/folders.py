@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.texts import shown
 from mpitrain.data.documents.heads import HEAD_BYTES, begins_with_json, is_json_lines, other_format
 from mpitrain.data.documents.kinds import is_compressed, kind_of
 
@@ -102,15 +103,15 @@ class _Links:
         if self._leaving and not follow_links:
             first = min(self._leaving)
             raise ValueError(
-                f"data.path: {self._root} has {_number(self._leaving, 'link')} out of the folder, the first one {_shown(first)}, which "
-                f"leads to {_shown(os.path.realpath(first))}; remove them, or allow such links with --data.follow-links true"
+                f"data.path: {self._root} has {_number(self._leaving, 'link')} out of the folder, the first one {shown(first)}, which "
+                f"leads to {shown(os.path.realpath(first))}; remove them, or allow such links with --data.follow-links true"
             )
         if self._dead:
-            say(f"{self._root} has {_number(self._dead, 'link')} to no file, the first one {_shown(min(self._dead))}")
+            say(f"{self._root} has {_number(self._dead, 'link')} to no file, the first one {shown(min(self._dead))}")
         if self._folders:
             say(
                 f"{self._root} has {_number(self._folders, 'link')} to a folder, not followed, the first one "
-                f"{_shown(min(self._folders))}; name the folder in data.path, too"
+                f"{shown(min(self._folders))}; name the folder in data.path, too"
             )
 
     def _is_blob(self, real: Path) -> bool:
@@ -156,15 +157,15 @@ def _texts(root: Path, files: list[TextFile], say: Callable[[str], object]) -> l
     if not shards:
         return texts
     first = min(shards)
-    pattern = _shown(f"{root}/{'**/' * ('/' in first.name)}*{_ending(first.name)}")
+    pattern = shown(f"{root}/{'**/' * ('/' in first.name)}*{_ending(first.name)}")
     if sum(shard.size for shard in shards) > text_bytes:
         raise ValueError(
             f"data.path: {root} is a folder of documents in shards, {len(shards)} of {len(files)} files, the first one "
-            f"{_shown(first.name)}; name them by a pattern in quotes, such as '{pattern}', or the endings of texts by --data.suffixes"
+            f"{shown(first.name)}; name them by a pattern in quotes, such as '{pattern}', or the endings of texts by --data.suffixes"
         )
     if left_out:
         say(
-            f"{root} has {_number(left_out, 'shard')} of documents, left out, the first one {_shown(left_out[0].name)}; a pattern in "
+            f"{root} has {_number(left_out, 'shard')} of documents, left out, the first one {shown(left_out[0].name)}; a pattern in "
             f"quotes, such as '{pattern}', reads shards"
         )
     return texts
@@ -173,7 +174,7 @@ def _texts(root: Path, files: list[TextFile], say: Callable[[str], object]) -> l
 def json_remark(files: list[Path]) -> str:
     """A line about files of text that begin with JSON."""
     return (
-        f"{_number(files, 'file')} of text begin{'s' * (len(files) == 1)} with JSON, the first one {_shown(str(files[0]))}; a pattern "
+        f"{_number(files, 'file')} of text begin{'s' * (len(files) == 1)} with JSON, the first one {shown(str(files[0]))}; a pattern "
         "in quotes that ends in .jsonl or .json reads JSON Lines as documents"
     )
 
@@ -186,8 +187,3 @@ def _ending(name: str) -> str:
 
 def _number(some: list[str] | list[Path] | list[TextFile], what: str) -> str:
     return f"{len(some)} {what}{'s' * (len(some) > 1)}"
-
-
-def _shown(path: str) -> str:
-    """A path for messages: a stranger's may have characters that control a terminal."""
-    return path if path.isprintable() else repr(path)

@@ -19,6 +19,7 @@ from ckpt.convert.sources import Source, write_all
 from ckpt.storage.local import in_a_line, pwrite_all
 from ckpt.storage.local_path import open_given, read_given
 from collectives.arrays.dtypes import dtype_of
+from collectives.texts import shown
 
 METADATA = "__metadata__"
 """In a header, this name is not that of a tensor."""
@@ -161,8 +162,8 @@ def check_index(file: str, only: set[str] | None, names: Sequence[str]) -> None:
 
 def some(names: Sequence[str]) -> str:
     """A few names, for an error's text."""
-    shown = [name if name.isprintable() else repr(name) for name in (name[:200] for name in names[:3])]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
+    first = [shown(name[:200]) for name in names[:3]]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
 
 
 # Writing

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from collectives.texts import shown
+
 T = TypeVar("T")
 
 MOST_DOCUMENT_BYTES = 256 << 20
@@ -25,9 +27,8 @@ class DamagedShardError(ValueError):
 
 def in_one_line(text: object, most: int = 500) -> str:
     """A text of another library, or of a file, for a message: in one line, of characters that can be printed."""
-    line = " ".join(str(text)[: 4 * most].split())
-    shown = "".join(character if character.isprintable() else "?" for character in line)
-    return shown if len(shown) <= most else f"{shown[:most]}..."
+    line = shown(" ".join(str(text)[: 4 * most].split()))
+    return line if len(line) <= most else f"{line[:most]}..."
 
 
 class Cut(Protocol):

@@ -139,7 +139,7 @@ def test_torchs_reason_without_its_advice(tmp_path):
         assert text.isprintable() and "two options" not in text and "trust" not in text and text.count("expected") == 1
     with patch.dict(globals(), {odd.__qualname__: odd}):  # a name that plays tricks on terminals
         torch.save({"y": odd()}, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"Odd\?\[31m was not an") as raised:
+    with pytest.raises(ValueError, match=r"Odd\\x1b\[31m was not an") as raised:
         ckpt.import_file(tmp_path / "a.pt", tmp_path / "c")
     assert str(raised.value).isprintable()
 
