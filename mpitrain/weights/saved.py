@@ -1,6 +1,6 @@
 """One kind of state in a checkpoint: what of it is saved, and what is loaded. The kinds are in saved_*.py and in by_copy.py."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import ckpt
@@ -42,7 +42,10 @@ class Saved(Protocol):
         """Take over what `room` has got."""
 
 
-def look(path: str, checkpoint: ckpt.Checkpoint) -> There:
-    """The content of a checkpoint."""
+def look(path: str, checkpoint: ckpt.Checkpoint, parts: Sequence[str] = ()) -> There:
+    """The content of a checkpoint. ckpt.CheckpointError if the types of these parts of its meta are wrong: see `There.part`."""
     tensors = {entry.name: StoredTensor(entry.shape, str(entry.dtype)) for entry in checkpoint.values()}
-    return There(path, tensors, checkpoint.meta)
+    there = There(path, tensors, checkpoint.meta)
+    for name in parts:
+        there.part(name)
+    return there

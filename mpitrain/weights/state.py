@@ -214,7 +214,9 @@ def load(
     optimizer = agreed_optimizer(optimizer, ema, only, ranks, stages, doing)
     if isinstance(source, OnDisk):
         source.wait(comm)
-    there = on_rank0(ranks, lambda: look(str(source), source.entries()), doing)
+    parts = [] if diloco_of(model) is None else ["diloco"]
+    parts += [] if compression_of(model) is None else ["compression"]
+    there = on_rank0(ranks, lambda: look(str(source), source.entries(), parts), doing)
     chosen = choose(model, only, ranks, stages, doing, there, is_expected=not strict)
     kinds = _kinds(
         model, optimizer, names, ema, comm, stages, chosen, hyperparameters=hyperparameters, strict=strict, read=read

@@ -80,6 +80,7 @@ def test_a_meta_of_other_types(comm: Communicator, make: Make, shared_tmp: Path)
     path = first.run.checkpoint(2)
     manifest = path / "manifest.jsonl"
     sound = manifest.read_bytes()
+    assert first.state.load(OnDisk(path)) == []
     accepted = []
     for place, value in META:
         comm.barrier()

@@ -87,9 +87,13 @@ class DocumentBatches(Positions):
         for name, (before, now) in settings.items():
             if not _is_same(name, before, now):
                 raise ValueError(
-                    f"{name}: the run was saved with {before}, got {now}: its place in the documents would be another; take the same, "
+                    f"{name}: the run was saved with {str(before):.200}, got {now}: its place in the documents would be another; take the same, "
                     "or start another run with --run"
                 )
+        if set(meta["list_bytes"]) != (lists := {f"shards/{name}" for name, _ in here}):
+            raise ValueError(
+                f"data: the checkpoint's meta tells of other lists of shards than {', '.join(sorted(lists))}"
+            )
         rows_per_lane(meta["lanes"], self.batch)
         lists = {name: ((int(num),), np.uint8) for name, num in meta["list_bytes"].items()}
         return {"lanes": ((meta["lanes"], len(here), NUM_INTEGERS), np.int64), **lists}
