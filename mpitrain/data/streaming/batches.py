@@ -87,8 +87,8 @@ class DocumentBatches(Positions):
         for name, (before, now) in settings.items():
             if not _is_same(name, before, now):
                 raise ValueError(
-                    f"{name}: the run was saved with {str(before):.200}, got {now}: its place in the documents would be another; take the same, "
-                    "or start another run with --run"
+                    f"{name}: the run was saved with {before!s:.200}, got {now}: its place in the documents would be another; "
+                    "take the same, or start another run with --run"
                 )
         if set(meta["list_bytes"]) != (lists := {f"shards/{name}" for name, _ in here}):
             raise ValueError(
