@@ -66,7 +66,7 @@ SIZES = {
     "context": (["--model.context", "1000000000000"], "wpe.weight would have the shape"),
     "vocab": (["--model.vocab", "1000000000000000"], "wte.weight would have the shape"),
     "overflow": (["--model.width", str(1 << 62)], "does not fit its tensors"),
-    "no number of torch": (["--model.width", "111111"], "expected a number below 2"),  # 10**30: see the test
+    "no number of torch": (["--model.width", "111112"], "expected a number below 2"),  # 10**30: see the test
     "another family": (["--model.family", "llama"], "does not fit its tensors"),
 }
 
@@ -74,7 +74,7 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_that_are_not_those_of_the_tensors(path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     words, problem = SIZES[name]
-    forged(path, config=to_toml(small(*words)).replace("111111", str(10**30)))
+    forged(path, config=to_toml(small(*words)).replace("111112", str(10**30)))
     assert re.search(problem, refused(path, capsys))
 
 
