@@ -10,7 +10,6 @@ from pathlib import Path
 from random import Random
 
 import hostile_runs
-from fuzzing.mutation import mutate_bytes
 from fuzzing.target import Files, Parts, RefusedError, Special, Target, command
 from fuzzing.verdict import fault
 
@@ -114,7 +113,6 @@ class RunFolderTarget(Target):
                 data = gzip.compress(head + b"\n" + b",\n".join(lines[1:]) + b"\n]}\n", mtime=0)
             else:
                 data = b"\n".join(lines) + b"\n"
-                data = mutate_bytes(rng, data) if rng.random() < 0.02 else data
             files[f"run/{name}"] = data
         return files
 
