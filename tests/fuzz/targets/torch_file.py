@@ -8,6 +8,7 @@ from random import Random
 
 import torch
 from fuzzing.mutation import mutate_bytes
+from fuzzing.pickles import program
 from fuzzing.target import Files, Parts, Target
 
 import ckpt
@@ -96,6 +97,8 @@ class TorchFile(Target):
     def mutate(self, rng: Random, parts: Parts) -> Parts:
         if rng.random() < 0.3:
             return super().mutate(rng, parts)
+        if rng.random() < 0.4:
+            return {**parts, _PICKLE: program(rng)}
         data: bytes = parts[_PICKLE]
         if rng.random() < 0.5:
             at = rng.randrange(len(data) + 1)

@@ -63,6 +63,15 @@ def calling(name, arguments, times=1):
     return b"\x80\x02]" + (calls + b"a") * times + b"."
 
 
+def placed(size, stride):
+    """A tensor of this size and stride in a storage of two numbers."""
+    of_storage = b"X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02"
+    sizes = b"".join(b"\x8a\x08" + number.to_bytes(8, "little", signed=True) + b"\x85" for number in (size, stride))
+    arguments = b"((" + of_storage + b"tQK\x00" + sizes + b"\x89ccollections\nOrderedDict\n)Rt"
+    call = b"ctorch._utils\n_rebuild_tensor_v2\n" + arguments + b"R"
+    return archive(b"\x80\x02}X\x01\x00\x00\x00w" + call + b"s.", [("data/0", bytes(8))])
+
+
 HUGE = b"\x8a\x05\x00\x00\x00\x00\x10\x85"  # (1 << 36,)
 MANY = b"](" + b"K\x01K\x02\x86" * 100_000 + b"e"  # a list of pairs
 DOUBLED = b"q\x00h\x00\x86"  # x becomes (x, x)
@@ -93,6 +102,9 @@ TORCH = {
         lambda: archive(b"\x80\x02}ctorch\n" + b"[" * 300_000 + b"\n."),
         "names a function or class by 300006 characters",
     ),
+    "a negative size": (lambda: placed(-1, 1), "cannot be read"),
+    "a size beyond arrays": (lambda: placed(1 << 62, 0), "which no array can have"),
+    "a size beyond the file": (lambda: placed(1000, 1), "cannot be read"),
     "a new storage": (lambda: archive(b"\x80\x02" + STORAGE + HUGE + b"\x81."), "calls torch.storage.UntypedStorage"),
     "a quantized tensor": (
         lambda: archive(calling(b"torch._utils\n_rebuild_qtensor", b")")),
@@ -143,6 +155,12 @@ def test_files_of_torch(tmp_path, monkeypatch, name):
     message = refused(tmp_path / "x.pt", tmp_path / "out")
     assert problem in message
     assert sorted(os.listdir(tmp_path)) == ["x.pt"]
+
+
+@reads_torch_files
+def test_a_tensor_of_this_kind_that_fits_is_read(tmp_path):
+    (tmp_path / "x.pt").write_bytes(placed(2, 1))
+    assert ckpt.open(ckpt.import_file(tmp_path / "x.pt", tmp_path / "out"))["w"].read().tolist() == [0, 0]
 
 
 @reads_torch_files
