@@ -26,9 +26,10 @@ from ckpt.commit.removal import clear, hide_and_delete, refuse_strangers, take_a
 from ckpt.format.manifest import FILE_NAME
 from ckpt.storage.catalog import LATEST_NAME, OWNER_NAME, check_outside, latest, newest_sequence, reason_to_keep
 from ckpt.storage.local import flush, write_file
-from ckpt.storage.local_path import LocalPath
+from ckpt.storage.local_path import LocalPath, read_given
 from ckpt.storage.places import Place, write_and_read_back
 
+_MAX_HINT_BYTES = 1 << 16
 _making = threading.Lock()  # no thread may take another thread's unsigned stage for a dead job's
 _open: dict[LocalPath, int] = {}  # the stages of this process; in a forked child with the parent's pid
 
@@ -238,7 +239,11 @@ def write_latest(final: Path) -> None:
 
 def mend_latest(folder: Path) -> None:
     """If the hint in `folder` names a removed checkpoint, let it name the newest one."""
-    hint = folder / LATEST_NAME
-    with contextlib.suppress(FileNotFoundError):
-        if not (folder / hint.read_text(errors="replace").strip()).is_dir() and (newest := latest(folder)) is not None:
-            write_latest(newest)
+    try:
+        named = read_given(folder / LATEST_NAME, _MAX_HINT_BYTES).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return
+    except ValueError:  # no file of ours
+        named = ""
+    if not (named and (folder / named).is_dir()) and (newest := latest(folder)) is not None:
+        write_latest(newest)

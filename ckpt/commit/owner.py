@@ -11,9 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from ckpt.format.manifest import CheckpointError
 from ckpt.storage.catalog import OWNER_NAME
+from ckpt.storage.local_path import open_regular
 from collectives.processes import stat_fields
 
+_MAX_BYTES = 1 << 16  # of a signature
 _tokens: set[str] = set()  # the tokens of the folders that this process is filling
 
 
@@ -48,10 +51,11 @@ _OWNER = msgspec.json.Decoder(FolderOwner)
 
 
 def owner_in(stage: Path) -> FolderOwner | None:
-    """The owner of the folder `stage`; None if no owner has signed, or the signature cannot be read."""
+    """The owner of the folder `stage`; None if no owner has signed, or the signature cannot be read, such as a stranger's pipe."""
     try:
-        return owner_of((stage / OWNER_NAME).read_bytes())
-    except OSError:
+        with open(open_regular(stage / OWNER_NAME), "rb", buffering=0) as file:
+            return owner_of(file.read(_MAX_BYTES))
+    except (OSError, CheckpointError):
         return None
 
 

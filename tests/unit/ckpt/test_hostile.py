@@ -20,6 +20,7 @@ from forging import fit, forge, signed
 
 import ckpt
 from ckpt.check import audit, inspecting
+from ckpt.commit import atomic
 from ckpt.format.manifest import FILE_NAME, MAX_LINE_BYTES, MAX_SEQUENCE, MAX_SIZE
 from ckpt.saving import describing
 from ckpt.storage.local_path import LocalPath
@@ -424,3 +425,22 @@ def test_the_child_is_no_rank(tmp_path, monkeypatch):
     )
     ((_, _, names),) = ckpt.look(path)
     assert "HDF5_PLUGIN_PRELOAD" in names and "OMPI_" not in names and "PMI" not in names
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_files_of_saves_that_a_stranger_has_put_there(tmp_path, kind):
+    """No save waits for them, or reads them to their end."""
+    make = {"pipe": os.mkfifo, "device": lambda at: at.symlink_to("/dev/zero")}[kind]
+    for name in (".step-1.staging", ".step-2.staging", ".step-9.board"):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / ".owner")
+    make(tmp_path / "latest")
+    for step in (1, 2, 3):
+        ckpt.save(tmp_path / f"step-{step}", {"x": np.full(2, step)}, comm=None, keep=2)
+    assert (tmp_path / "latest").read_text() == "step-3\n"
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-2", "step-3"]
+    atomic.mend_latest(LocalPath(tmp_path))
+    (tmp_path / "latest").unlink()
+    make(tmp_path / "latest")
+    atomic.mend_latest(LocalPath(tmp_path))
+    assert (tmp_path / "latest").read_text() == "step-3\n"
