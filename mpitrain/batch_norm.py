@@ -18,7 +18,9 @@ from torch.nn.parameter import is_lazy
 import collectives
 from collectives import Communicator
 from mpitrain.agreement import check_alike
+from mpitrain.compiling import keep_compiler_out
 from mpitrain.optim.spread import spread_of
+from mpitrain.torch_internals import not_compiled
 
 _aten = torch.ops.aten
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -55,7 +57,9 @@ class SyncBatchNorm(_BatchNorm):
                 f"SyncBatchNorm: expected an input of shape (N, {self.num_features}, ...), got {tuple(input.shape)}"
             )
 
+    @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        keep_compiler_out()
         if not self.training or self.comm is None:
             return self._by_torch(input)
         if not self._is_compared:

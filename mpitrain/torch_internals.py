@@ -3,6 +3,7 @@
 tests/unit/mpitrain/test_torch_internals.py fails when a release changes one of them.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -128,6 +129,23 @@ def not_compiled(function: F) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "compile the blocks of a sharded model: block.compile()"  # type: ignore[attr-defined]
     return function
+
+
+@not_compiled
+def uncompiled_paths(paths: Sequence[str]) -> bool:
+    """Let torch's compiler trace no code of files whose paths begin so; False if it is not imported yet, or has no such list.
+
+    A call of such code ends a graph, and the functions that it calls are compiled as before. torch's `trace_rules.add` takes the names
+    of modules, with all that is in a package.
+    """
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if not hasattr(
+        rules, "_recompile_re"
+    ):  # the last name that it needs, in a module that another thread may be importing
+        return False
+    rules.SKIP_DIRS.extend(paths)
+    rules._recompile_re()
+    return True
 
 
 @not_compiled

@@ -13,8 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from collectives import Communicator, launched_rank
 from mpitrain.agreement import check_alike
+from mpitrain.compiling import keep_compiler_out
 from mpitrain.optim.elementwise import WholeVectors
 from mpitrain.optim.spread import first_cut, replaced, spread_of
+from mpitrain.torch_internals import not_compiled
 
 # Optimizers, by name because most are in other packages, that take norms, means or products of a whole matrix or of all parameters.
 NOT_ELEMENTWISE = (
@@ -44,7 +46,9 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)
 
 
+@not_compiled
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    keep_compiler_out()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
         if (found := replaced(param)) is not None:

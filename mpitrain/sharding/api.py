@@ -16,6 +16,7 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.agreement import check_alike
+from mpitrain.compiling import keep_compiler_out
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_renamed, mark_replaced
 from mpitrain.parts import Part, part_of, tensor_ranks_of
@@ -116,6 +117,7 @@ def fully_shard(
     """
     watch_steps()
     watch_calls()
+    keep_compiler_out()
     check_module(module)
     options = Options(
         mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy, offload_policy=offload_policy,

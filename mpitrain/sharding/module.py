@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.compiling import keep_compiler_out
 from mpitrain.part_tensor import LOAD_WHOLE
 from mpitrain.parts import stages_of
 from mpitrain.sharding.buffers import sync_buffers
@@ -265,6 +266,8 @@ def call_module(
     if module._unit.state is UnitState.COPIED:
         return method(*args, **kwargs)
     compiler = set_compiler(None)  # it would trace the code around the module's forward
+    if compiler is not None:
+        keep_compiler_out()
     try:
         step = module._step or _first_step(module, is_entry=entry is not None)
         its = method if compiler is None else partial(_compiled, compiler, method)

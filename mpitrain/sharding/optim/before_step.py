@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mpitrain.compiling import keep_compiler_out
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import first_cut
 from mpitrain.sharding.setup.foreign import check_caller
 from mpitrain.sharding.step.step import living_steps
 from mpitrain.sharding.unit.marks import box_of
+from mpitrain.torch_internals import not_compiled
 
 
 @functools.cache
@@ -20,7 +22,9 @@ def watch_steps() -> None:
     watch_optimizers()
 
 
+@not_compiled
 def _prepare(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    keep_compiler_out()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for step in living_steps():
         step.before_writes(params, f"{type(optimizer).__name__}.step")

@@ -2,14 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from sharded_models import assert_same, floats, mine
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.nn.attention import flex_attention as attention
 
+import mpitrain
 from collectives import Communicator
 from mpitrain.sharding import fully_shard
 
@@ -97,6 +100,84 @@ def test_a_compiled_step_with_its_backward(comm: Communicator, storage: str) -> 
             torch.optim.SGD(net.parameters(), lr=1e-3).step()
             net.zero_grad()
     assert_same(model, plain, grads=False, rtol=1e-5, atol=1e-6)
+
+
+def compiled_frames(folder: Path) -> list[str]:
+    """Functions of this folder that torch's compiler has compiled or tried to."""
+    return [
+        f"{each.co_filename}: {each.co_name}" for each in get_compilation_metrics() if str(folder) in each.co_filename
+    ]
+
+
+def of_torch(model: nn.Module) -> Callable[[torch.Tensor], None]:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, eps=1e-3
+    )  # BatchNorm leaves biases before it rounding errors
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def of_mpitrain(model: nn.Module) -> Callable[[torch.Tensor], None]:
+    optimizer, average = mpitrain.optim.LAMB(model.parameters(), lr=1e-2), mpitrain.EMA(model, 0.9)
+
+    def step(x: torch.Tensor) -> None:
+        with model.no_sync():  # type: ignore[operator]
+            model(x).square().sum().backward()
+        model(x).square().sum().backward()
+        mpitrain.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        average.update()
+        model.zero_grad()
+
+    return step
+
+
+def alone(model: nn.Module) -> Callable[[torch.Tensor], None]:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, eps=1e-3
+    )  # BatchNorm leaves biases before it rounding errors
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().sum().backward()
+        compiled()
+        model.zero_grad()
+
+    return step
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method`:DeprecationWarning"
+)  # a module that torch imports to compile AdamW
+@pytest.mark.parametrize(("make", "storage"), [(of_torch, "resident"), (of_mpitrain, "private"), (alone, "resident")])
+def test_the_compiler_leaves_this_library_alone(
+    comm: Communicator, make: Callable[[nn.Module], Callable[[torch.Tensor], None]], storage: str
+) -> None:
+    """It would compile a function again for each parameter, and log that it has reached its limit."""
+    found = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        clear_compilation_metrics()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), *(nn.Sequential(Block(), nn.BatchNorm1d(5)) for _ in range(3)))
+        mpitrain.convert_sync_batchnorm(model, comm)
+        fully_shard(model, comm, storage=storage)
+        step = make(model)
+        call = torch.compile(step, backend="eager") if is_compiled and make is not alone else step
+        for number in range(3):
+            call(floats(number, 5)[mine(comm)])
+        found.append(mpitrain.full_state_dict(model))
+    assert compiled_frames(Path(__file__).parent), "the model's forwards"
+    assert compiled_frames(Path(mpitrain.__file__).parent.parent / "mpitrain") == []
+    assert compiled_frames(Path(mpitrain.__file__).parent.parent / "collectives") == []
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
 
 
 def test_one_graph_of_a_whole_model_is_refused(comm: Communicator) -> None:

@@ -1,9 +1,14 @@
 """What sharding takes from torch without a promise: these tests fail when a release changes it."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import trace_rules
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 from mpitrain.torch_internals import (
     at_end_of_backward,
@@ -17,6 +22,7 @@ from mpitrain.torch_internals import (
     run_accumulation_hooks,
     set_compiler,
     storage_of,
+    uncompiled_paths,
     with_own_counter,
     without_overrides,
     writes_to_each,
@@ -139,3 +145,23 @@ def test_functions_that_the_compiler_leaves_alone() -> None:
     assert counter.frame_count == 3 and set_compiler(None) is None
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"block\.compile\(\)"):
         torch.compile(lambda x: middle(x), backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_files_that_the_compiler_leaves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a function runs as it is, and what it calls is compiled."""
+    (tmp_path / "left_alone.py").write_text("def twice(function, x):\n    return function(x) + function(x)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trace_rules, "SKIP_DIRS", list(trace_rules.SKIP_DIRS))
+    monkeypatch.setattr(trace_rules, "SKIP_DIRS_RE", trace_rules.SKIP_DIRS_RE)
+    twice = importlib.import_module("left_alone").twice
+    assert uncompiled_paths([f"{tmp_path}/"])
+    clear_compilation_metrics()
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + 1
+
+    counter = CompileCounterWithBackend("eager")
+    call = torch.compile(lambda x: twice(body, x * 2), backend=counter)
+    torch.testing.assert_close(call(torch.ones(2)), 2 * (torch.full((2,), 2.0).sin() + 1))
+    names = [each.co_name for each in get_compilation_metrics()]
+    assert "body" in names and "twice" not in names and counter.frame_count == 2
