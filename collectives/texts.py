@@ -5,9 +5,11 @@ import re
 HIDDEN = "***"
 """Stands for a secret."""
 _USER = re.compile(r"://[^/?#\s]*@")
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s?#]*[?#]\S*")
+_REST = re.compile(
+    r"://\S*"
+)  # of an address. Each of these patterns takes a time in proportion to the text, whatever the text is
 _QUERY = re.compile(r"(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?(?:#(?P<fragment>.*))?", re.DOTALL)
-_END = re.compile(r"""[:;,.!?)\]}>"'`]*$""")
+_END = ":;,.!?)]}>\"'`"
 _OPEN = frozenset(
     (
         *(
@@ -61,13 +63,11 @@ def without_secrets(text: str) -> str:
     that are known to be no secrets, such as versionId."""
     if "://" not in text:
         return text
-    return _ADDRESS.sub(_without_parameters, _USER.sub(f"://{HIDDEN}@", text))
+    return _REST.sub(_without_parameters, _USER.sub(f"://{HIDDEN}@", text))
 
 
 def _without_parameters(found: re.Match[str]) -> str:
-    address, end = found[0], ""
-    if tail := _END.search(address):  # of the sentence, and not of the address
-        address, end = address[: tail.start()], tail[0]
+    address = found[0].rstrip(_END)  # these are of the sentence, and not of the address
     parts = _QUERY.fullmatch(address)
     assert parts is not None
     text = parts["path"]
@@ -76,7 +76,7 @@ def _without_parameters(found: re.Match[str]) -> str:
         text += "?" + "".join(piece if at % 2 else _parameter(piece) for at, piece in enumerate(pieces))
     if parts["fragment"]:
         text += f"#{HIDDEN}"
-    return text + end
+    return text + found[0][len(address) :]
 
 
 def _parameter(text: str) -> str:

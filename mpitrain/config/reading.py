@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from collectives.texts import HIDDEN
+from collectives.texts import HIDDEN, without_secrets
 from mpitrain.config.errors import ConfigError
 from mpitrain.config.secrets import public
 from mpitrain.config.settings import Config, kinds
@@ -159,7 +159,9 @@ def _values_of(document: Mapping[str, Any], source: str) -> dict[str, Any]:
     for top, content in document.items():
         if top in sections:
             if not isinstance(content, dict):
-                raise ConfigError(f"{top} in {source}: expected a section [{top}], got {content!r:.200}")
+                raise ConfigError(
+                    f"{top} in {source}: expected a section [{top}], got {without_secrets(repr(content)):.200}"
+                )
             entries = {f"{top}.{key}": value for key, value in content.items()}
         elif isinstance(content, dict) and top not in types:
             raise ConfigError(f"unknown section [{top}] in {source}: {_hint(top, sections, '[{}]')}")
@@ -213,7 +215,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):  # of the table's own check
             raise error.__cause__ from None
-        given = HIDDEN if ON_EVENT in name.replace("-", "_") else f"{value!r:.200}"
+        given = HIDDEN if ON_EVENT in name.replace("-", "_") else f"{without_secrets(repr(value)):.200}"
         raise ConfigError(f"{name}: expected {wanted(kind)}, got {given}") from None
 
 

@@ -123,6 +123,19 @@ def _bomb(folder: Path) -> None:
         (folder / name).write_bytes(gzip.compress(b"\0" * (1 << 20)))
 
 
+def _long_words(folder: Path) -> None:
+    """Texts on which a pattern could take hours."""
+    texts = ["a" * 800_000 + " x://", "://" * 300_000, ":" * 800_000 + "x://?", "x://h?" + "&;" * 400_000, "x://" + "a@" * 400_000,
+             "a-" * 400_000, "`" * 800_000, "\x1b" * 100_000]  # fmt: skip
+    events = [
+        BEGIN | {"event": "straggler", "rank": number, "step": 5, "words": text} for number, text in enumerate(texts)
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "failure.txt").write_text("2026\n" + "x-y://@?#" * 400_000)
+    names = dict.fromkeys(texts, 1.0)
+    (folder / "metrics.jsonl").write_text(STEPS + json.dumps({"step": 9, "loss": 1.0} | names) + "\n")
+
+
 def _wide(folder: Path) -> None:
     """Lines with other names each, and one line of many ranks among many of one."""
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "a{n}": 1}}\n' for n in range(60_000)))
@@ -196,6 +209,7 @@ HARMS: dict[str, Callable[[Path], None]] = {
     "binary": all_files(_binary),
     "surrogates": _text("events.jsonl", '{"event": "\\ud800", "words": "\\udfff", "time": "\\ud800"}\n'),
     "wide": _wide,
+    "long words": _long_words,
     "no time": _text("metrics.jsonl", '{"step": 1, "step_s": 0, "forward_s": 0}\n'),
     "steps back": _text("metrics.jsonl", "".join(reversed(STEPS.splitlines(keepends=True)))),
     "one step of all": _text("metrics.jsonl", STEPS[: STEPS.index("\n") + 1]),

@@ -19,7 +19,7 @@ MOST_EVENTS, _MOST_BYTES = 100_000, 32 << 20
 """Of more events, or of longer lines together, the last ones are kept."""
 _MOST_LINE_BYTES = 4 << 20
 """Of an event; the begin of 100,000 ranks has 3 MB."""
-_MOST_WORDS = 100_000
+_MOST_WORDS = 10_000
 """Characters of a text, such as the report of a failure."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
@@ -121,7 +121,7 @@ def _unknown(value: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    return without_secrets(shown(text[:_MOST_WORDS], lines=True))
+    return without_secrets(shown(text, lines=True))[:_MOST_WORDS]
 
 
 def seconds_of(text: Any) -> float:

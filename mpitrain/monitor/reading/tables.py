@@ -13,6 +13,7 @@ import numpy.typing as npt
 from collectives.texts import shown
 
 Array = npt.NDArray[Any]
+_MOST_NAME = 1000
 _FREE_BYTES, _CELLS_FOR_ONE = 64_000_000, {False: 16, True: 8}
 """A table may have so many bytes, and so many cells more for each figure of its lines (True: of lists). Lines of a run have nearly the
 same names, and lists of nearly one length; those of a stranger could ask for more memory than there is."""
@@ -84,7 +85,7 @@ class TableBuilder:
             for at, values in blocks:
                 rows = column[begins[at] : begins[at + 1]]
                 rows[(..., slice(values.shape[-1])) if self._of_lists else ...] = values
-            columns[shown(name)] = column if order is None else column[order]
+            columns[shown(name)[:_MOST_NAME]] = column if order is None else column[order]
         return Table(step if order is None else step[order], columns)
 
 

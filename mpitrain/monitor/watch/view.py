@@ -148,7 +148,7 @@ def _remarks(run: Watched, width: int) -> list[Text]:
     return [
         Text(line, style)
         for text, style in texts
-        for line in textwrap.wrap(text, width, max_lines=2, placeholder=" ...")
+        for line in textwrap.wrap(text[: 4 * width], width, max_lines=2, placeholder=" ...")
     ]
 
 

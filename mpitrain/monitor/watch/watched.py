@@ -27,6 +27,7 @@ RECENT = 4096
 _RANKS_BYTES = 2 << 20
 """Of ranks.jsonl only the end is read: the table shows the last steps, and the file may have gigabytes."""
 _EVENTS = 1000
+_MOST_WORDS = 2000
 _STILL_S = 10.0
 _STILL_STEPS = 5.0
 
@@ -243,7 +244,7 @@ class Watched:
             lines = read_text(self.folder / "failure.txt").splitlines()
         except OSError as error:
             return f"failure.txt cannot be read: {error.strerror}"
-        return next((shown(line.strip()) for line in lines[1:] if line.strip()), "failure.txt is empty")
+        return next((shown(line.strip()[:_MOST_WORDS]) for line in lines[1:] if line.strip()), "failure.txt is empty")
 
 
 def _ended(reason: str) -> Status:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from functools import partial
@@ -104,6 +105,19 @@ def test_twelve_secrets_are_in_no_artefact_of_a_run(tmp_path: Path, address: str
 )  # fmt: skip
 def test_addresses_without_secrets(text: str, expected: str) -> None:
     assert without_secrets(text) == expected and without_secrets(expected) == expected
+
+
+def test_long_texts_take_little_time() -> None:
+    began = time.perf_counter()
+    for text in (
+        "a" * 10**6 + "://",
+        "://" * 300_000,
+        "://h?" + ":" * 10**6 + "x",
+        "://" + "@" * 10**6,
+        "x://" + "?#" * 400_000,
+    ):
+        without_secrets(text)
+    assert time.perf_counter() - began < 2
 
 
 def test_control_characters_are_text() -> None:
