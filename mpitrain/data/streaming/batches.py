@@ -90,9 +90,9 @@ class DocumentBatches(Positions):
                     f"{name}: the run was saved with {before!s:.200}, got {now}: its place in the documents would be another; "
                     "take the same, or start another run with --run"
                 )
-        if set(meta["list_bytes"]) != (lists := {f"shards/{name}" for name, _ in here}):
+        if set(meta["list_bytes"]) != (expected := {f"shards/{name}" for name, _ in here}):
             raise ValueError(
-                f"data: the checkpoint's meta tells of other lists of shards than {', '.join(sorted(lists))}"
+                f"data: the checkpoint's meta tells of other lists of shards than {', '.join(sorted(expected))}"
             )
         rows_per_lane(meta["lanes"], self.batch)
         lists = {name: ((int(num),), np.uint8) for name, num in meta["list_bytes"].items()}
