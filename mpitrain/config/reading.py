@@ -73,6 +73,7 @@ def from_text(text: str, source: str) -> Config:
     return _build(Config(), _read_text(text, source))
 
 
+_MAX_SAID = 1000  # characters of an error about a file
 _SHORT = {"model": "model.size"}
 """Short names of settings."""
 _CONSTANTS = {"true": True, "false": False, "none": None}
@@ -146,7 +147,9 @@ def _read_text(text: str, source: str) -> dict[str, Any]:
     """Values of a TOML document by full name; errors name `source`."""
     try:
         return _values_of(toml_of(text), source)
-    except ConfigError:
+    except ConfigError as error:
+        if len(said := str(error)) > _MAX_SAID:  # it has a name or a value of a stranger
+            raise ConfigError(f"{said[:_MAX_SAID]} ...") from None
         raise
     except ValueError as error:  # also of a number of too many digits
         raise ConfigError(f"settings file {source} is not valid TOML: {error}") from None

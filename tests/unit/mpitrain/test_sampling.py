@@ -85,6 +85,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("config", "[model]\nwidth = 'x'", "model.width"),
     ("config", "\x1b[31m", "not valid TOML"),
     ("config", "x = " + "9" * 5000, "not valid TOML"),
+    ("config", "[log]\nx" + "9" * 5000 + " = 1", "999 ..."),
     ("step", "1", "Expected `int`, got `str` - at `$.step`"),
     ("step", -1, "Expected `int` >= 0 - at `$.step`"),
     ("step", 10**30, "$.step"),
