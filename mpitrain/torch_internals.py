@@ -7,9 +7,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils import stateless
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -152,6 +154,17 @@ def uncompiled_paths(paths: Sequence[str]) -> bool:
 def set_compiler(compiler: Any) -> Any:
     """Let torch's compiler see the calls of Python functions on this thread, or with None not. Returns what was set before."""
     return torch._C._dynamo.eval_frame.set_eval_frame(compiler)
+
+
+def in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` has put other tensors in the place of parameters. It looks at all frames of the thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _FUNCTIONAL_CALL:
+        frame = frame.f_back
+    return frame is not None
+
+
+_FUNCTIONAL_CALL = stateless._functional_call.__code__
 
 
 def without_overrides() -> AbstractContextManager[None]:

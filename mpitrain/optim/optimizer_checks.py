@@ -94,9 +94,9 @@ def _check_kind(optimizer: torch.optim.Optimizer, cut: torch.Tensor) -> None:
     if is_elementwise is False:
         ours = next((f"mpitrain.optim.{OURS[base.__name__]}, " for base in kind.__mro__ if base.__name__ in OURS), "")
         raise TypeError(
-            f"{kind.__name__} needs whole matrices, or all parameters at once, but this rank holds {tuple(cut.shape)} of a parameter "
-            f"of shape {spread.full_shape}; use {ours}an element-wise optimizer (SGD, Adam, AdamW), or stage=0 without tensor "
-            "parallelism"
+            f"{kind.__name__} needs whole matrices, or all parameters at once, but {spread.name} is cut: this rank holds "
+            f"{tuple(cut.shape)} of a parameter of shape {spread.full_shape}; use {ours}an element-wise optimizer (SGD, Adam, AdamW), "
+            "or stage=0 without tensor parallelism"
         )
     if is_elementwise is None:
         _warn_of(kind.__name__)

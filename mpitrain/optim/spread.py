@@ -40,6 +40,8 @@ class Spread(NamedTuple):
     """Where the parameter begins in the parameter that is sharded: in the plain model's, or in this rank's part of that."""
     is_ordered: bool = False
     """Whether every sum over the elements, and every update of an element, must not depend on the cut into shards."""
+    is_cut: bool = False
+    """Whether some of `holders` hold less than the whole, although this rank may hold all of it: the same on all of them."""
 
 
 class SumRanks(NamedTuple):
@@ -68,17 +70,19 @@ def mark_spread(
     counts: bool = True,
     offset: tuple[int, ...] | None = None,
     is_ordered: bool = False,
+    is_cut: bool = False,
 ) -> None:
     """`param` is a part of a parameter of `full_shape`. If `tensor_parallel` has cut it, the shape is that of the uncut parameter.
 
-    The groups of ranks (`summed`: None is `holders`), `counts` and `is_ordered`: see `Spread`. `offset`: of a shard in the parameter
-    that is sharded; None: its beginning.
+    The groups of ranks (`summed`: None is `holders`), `counts`, `is_ordered` and `is_cut`: see `Spread`. `offset`: of a shard in the
+    parameter that is sharded; None: its beginning.
     """
     part = part_of(param)
     shape = part.full_shape if part is not None and part.full_shape else full_shape
     _marks[param] = Spread(
-        name, tuple(shape), everyone, holders, alike, summed or holders, counts, offset or (0,) * param.ndim, is_ordered
-    )
+        name, tuple(shape), everyone, holders, alike, summed or holders, counts, offset or (0,) * param.ndim, is_ordered,
+        is_cut,
+    )  # fmt: skip
 
 
 def mark_renamed(param: torch.Tensor, name: str) -> None:
@@ -120,7 +124,8 @@ def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
     """
     mark_part(param, part)
     model_ranks = part.model_ranks
-    mark_spread(param, part.full_shape, name=name, everyone=model_ranks, holders=part.over, alike=part.over)
+    over = part.over
+    mark_spread(param, part.full_shape, name=name, everyone=model_ranks, holders=over, alike=over, is_cut=part.is_cut)
     watch_gradient(param)
     if part.is_cut:
         param.refuse_as_whole = partial(refuse, name, param.shape, part.full_shape)  # type: ignore[attr-defined]
@@ -148,11 +153,8 @@ def all_spread() -> list[tuple[torch.Tensor, Spread]]:
 
 
 def first_cut(params: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The first of the parameters of which this rank does not hold the whole."""
-    return next(
-        (param for param in params if (spread := spread_of(param)) is not None and param.shape != spread.full_shape),
-        None,
-    )
+    """The first of the parameters that some rank does not hold as a whole. All ranks that hold them find one, or none."""
+    return next((param for param in params if (spread := spread_of(param)) is not None and spread.is_cut), None)
 
 
 def counts_in_norms(param: torch.Tensor) -> bool:

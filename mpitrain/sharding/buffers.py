@@ -47,7 +47,8 @@ def _replace(model: nn.Module, buffer: torch.Tensor, new: torch.Tensor) -> None:
 def sync_buffers(model: nn.Module, how: Literal["average", "broadcast"] = "average") -> None:
     """Make a sharded model's buffers the same on all ranks. Collective; before an evaluation or a save.
 
-    "average": a floating-point buffer becomes its mean over the ranks, any other buffer (BatchNorm's counts) becomes that of rank 0.
+    "average": a floating-point or complex buffer becomes its mean over the ranks, any other buffer (BatchNorm's counts) becomes that of
+    rank 0.
     "broadcast": every buffer becomes that of rank 0. The first forward does this, as torch's DistributedDataParallel does. Without
     further calls each rank keeps its own values.
     """

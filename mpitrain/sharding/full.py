@@ -39,6 +39,11 @@ def unshard(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
         parts = [around, *parts]  # type: ignore[list-item]
     for step in {part._step for part in parts if part._step is not None}:
         step.tidy()
+        if step.is_held:
+            raise RuntimeError(
+                "unshard: the model is inside another `with mpitrain.unshard(model)` block, which shows full parameters already; to "
+                "write, leave that block before `with mpitrain.unshard(model, write=True)`"
+            )
         if step.phase is not Phase.IDLE:
             raise RuntimeError("unshard: the model is in the middle of a step, where its parameters are full already")
     if any(part._unit.state is UnitState.COPIED for part in parts):

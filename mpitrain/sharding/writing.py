@@ -63,7 +63,7 @@ class Shown:
         for _, param, shown, _ in members:
             is_shown = all(module._parameters.get(name) is shown for module, name in param.users)
             if not is_shown or param in moved or shown.shape != param.full.shape:
-                return f"parameter {param.name} was replaced; write into it instead (with_no_grad: param.copy_(...))"
+                return f"parameter {param.name} was replaced; write into it instead (with torch.no_grad(): param.copy_(...))"
         if self._count_shards() != self._shards:
             return "shards were written (by an optimizer, an EMA, a load), which must be done outside of the block"
         return None

@@ -146,7 +146,11 @@ class Cuts:
         if style.kind == "loss" and (
             not (is_loss or computes_loss(module)) or getattr(module, "weight", None) is not None
         ):
-            raise ValueError(f"{name} ({style.kind}) must be an nn.CrossEntropyLoss without weights of classes")
+            found = "one with weights" if is_loss else f"a {type(module).__name__}"
+            raise ValueError(
+                f"{name} ({style.kind}) must be an nn.CrossEntropyLoss without weights of classes, and is {found}; "
+                f"leave it out of the plan, and give {heads[0]} Style('column', gathers=True), which gathers the logits for it"
+            )
         head = heads[0]
         self._check_order(head)
         around = (other for other, kind in self._styles.items() if kind.kind == "gather" and is_within(head, other))

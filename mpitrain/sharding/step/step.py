@@ -266,6 +266,11 @@ class TrainingStep(Backwards):
         self._unshard(unit)
         self._held.add(unit)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether some unit is kept filled until `let_go`."""
+        return bool(self._held)
+
     def let_go(self, unit: Unit) -> None:
         """End `hold`."""
         self._held.discard(unit)

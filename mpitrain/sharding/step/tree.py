@@ -3,12 +3,16 @@
 from torch import nn
 
 from mpitrain.sharding.unit.marks import box_of, is_ignored
+from mpitrain.sharding.unit.parameter import functional_call
+from mpitrain.torch_internals import in_functional_call
 
 
 def check_added(module: nn.Module) -> None:
     """RuntimeError if a parameter of a sharded model is neither sharded nor ignored."""
     for name, param in module.named_parameters():
         if box_of(param) is None and not is_ignored(param):
+            if in_functional_call():
+                raise RuntimeError(functional_call(name))
             raise RuntimeError(
                 f"parameter {name} was added or replaced after fully_shard: no rank would shard it or reduce its gradient; "
                 "change the model before fully_shard, or keep the parameter out of the model"

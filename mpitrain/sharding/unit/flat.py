@@ -75,12 +75,14 @@ class FlatParameters:
                 _take_rows(shard, original, box, ranks.data_parallel)
             mark_shard(shard, box)
             mark_shard(full, box)
+            is_cut = comm.size > 1 and original.numel() > 0
             if (part := part_of(original)) is not None:
                 mark_part(shard, part)
                 mark_part(full, part)
+                is_cut = is_cut or part.is_cut
             mark_spread(
                 shard, box.full_shape, name=name, everyone=ranks.everyone, holders=ranks.holders,
-                alike=ranks.all_holders, offset=box.offset, is_ordered=slices is not None,
+                alike=ranks.all_holders, offset=box.offset, is_ordered=slices is not None, is_cut=is_cut,
             )  # fmt: skip
             self.params.append(ShardedParameter(name, users, full, shard, box, ranks, original.is_meta))
         # Each place of a module that shows a parameter. One flat list, because each forward and backward changes all of them.

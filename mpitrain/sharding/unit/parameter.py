@@ -7,6 +7,7 @@ from torch import nn
 
 from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.sharding.unit.ranks import DataParallelRanks
+from mpitrain.torch_internals import in_functional_call
 
 
 @dataclass(eq=False)
@@ -40,10 +41,21 @@ class ShardedParameter:
         if (self.shard.data_ptr(), self.shard.dtype) != self._memory:
             raise RuntimeError(
                 f"the memory of parameter {self.name} was replaced after fully_shard (by param.data = ..., or by casting or moving a "
-                "part of the model), and its new values would be lost; write into it instead (with no_grad: param.copy_(...))"
+                "part of the model), and its new values would be lost; write into it instead (with torch.no_grad(): param.copy_(...))"
             )
         if shown is not self.shard and shown is not self.full:
+            if in_functional_call():
+                raise RuntimeError(functional_call(self.name))
             raise RuntimeError(
                 f"parameter {self.name} was replaced after fully_shard, and neither its shards nor its gradient would follow; "
-                "replace parameters before fully_shard, or write new values into the shard (with no_grad: param.copy_(...))"
+                "replace parameters before fully_shard, or write new values into the shard (with torch.no_grad(): param.copy_(...))"
             )
+
+
+def functional_call(name: str) -> str:
+    """The error for a tensor that `torch.func.functional_call` has put in the place of a parameter."""
+    return (
+        f"torch.func.functional_call has put another tensor in the place of parameter {name}, which is sharded: each rank has only its "
+        "own rows between forwards; call it inside `with mpitrain.unshard(model, write=True):`, where named_parameters() gives whole "
+        "parameters and a forward is that of the plain model"
+    )

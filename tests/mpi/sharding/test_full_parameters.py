@@ -54,8 +54,9 @@ def test_unshard_shows_full_parameters_before_and_after_a_step(comm: Communicato
             with torch.no_grad():
                 inside = model(x)
                 model(x)
-            with pytest.raises(RuntimeError, match="in the middle of a step"), unshard(model):
-                pass
+            for write in (False, True):
+                with pytest.raises(RuntimeError, match=r"inside another `with mp.* block"), unshard(model, write=write):
+                    pass
             with pytest.raises(RuntimeError, match="in the middle of a step"):
                 mpitrain.load_full_state_dict(model, plain.state_dict())
         assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))

@@ -243,6 +243,11 @@ def test_optimizers_that_would_go_wrong_are_refused(comm: Communicator) -> None:
             whole.step()
         with pytest.raises(TypeError, match=r"Muon needs whole matrices.*; use mpitrain\.optim\.Muon, an element-wise"):
             torch.optim.Muon(param for param in model.parameters() if param.ndim == 2).step()
+        row = fully_shard(nn.Linear(4, 1, bias=False), comm)  # one rank has all of it
+        row(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(TypeError, match=r"Muon needs whole matrices.* but weight is cut: .* of shape \(1, 4\)"):
+            torch.optim.Muon(row.parameters()).step()
+        torch.optim.AdamW(row.parameters()).step()
     else:
         whole.step()
     copies = fully_shard(nn.Linear(4, 4), comm, stage=0)

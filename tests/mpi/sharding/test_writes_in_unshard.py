@@ -255,3 +255,23 @@ def test_the_whole_model_is_not_called_with_copies_of_a_part(comm: Communicator,
             next(part.parameters()).mul_(2)
     assert_full(comm, model, plain)
     torch.testing.assert_close(model(floats(0, 5)), plain(floats(0, 5)))
+
+
+@pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
+def test_functional_calls(comm: Communicator, way: str) -> None:
+    """Of a model of which each rank has the whole; of shards they are an error that says so."""
+    model, plain = shard(Model(), comm, way), Model()
+    x = floats(0, 5)
+
+    def gradients(called: nn.Module) -> dict[str, torch.Tensor]:
+        params = {name: param.detach() for name, param in called.named_parameters()}
+        return torch.func.grad(lambda values: torch.func.functional_call(called, values, (x,)).sum())(params)
+
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"^torch\.func\.functional_call has put .* place of parameter \S+, .* write=True"
+        ):
+            gradients(model)
+        with unshard(model, write=True):
+            torch.testing.assert_close(gradients(model), gradients(plain))
+        torch.testing.assert_close(model(x), plain(x))

@@ -115,6 +115,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]]
         lambda: nn.Sequential(ends(), nn.CrossEntropyLoss()), {"0.head": COLUMN, "0": Style("gather"), "1": Style("loss")},
         r"1 \(loss\) takes this rank's part of the logits of 0\.head, but 0 gathers them",
     ),
+    "weights of classes": (
+        lambda: nn.ModuleDict({"head": nn.Linear(4, 8), "loss": nn.CrossEntropyLoss(weight=torch.ones(8))}),
+        {"head": COLUMN, "loss": Style("loss")}, r"and is one with weights; .* give head Style\('column', gathers=True\)",
+    ),
+    "loss of another class": (
+        ends, {"head": COLUMN, "wte": Style("loss")}, r"wte \(loss\) must be an nn\.CrossEntropyLoss .* and is a Embedding;",
+    ),
     "parts of a head": (
         ends, {"head": Style("column", parts=2), "loss": Style("loss")}, "head is gathered, .* got parts=2 and blocks=None",
     ),
