@@ -44,9 +44,9 @@ class NameForgotten:
             for length, part in sorted(self._lengths)
             if tells(said, length, part) and (hint := hint_of(module, error, length))
         )
-        if hint := next(found, None):
+        if told := next(found, None):
             # A hook cannot replace the error, and a note is not part of its text.
-            error.args = (f"{said} - tensor_parallel: {hint}",)
+            error.args = (f"{said} - tensor_parallel: {told}",)
             drop_rules(error)
 
     def _hint(self, model: nn.Module, error: BaseException, length: int) -> str:
