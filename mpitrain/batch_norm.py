@@ -18,9 +18,8 @@ from torch.nn.parameter import is_lazy
 import collectives
 from collectives import Communicator
 from mpitrain.agreement import check_alike
-from mpitrain.compiling import keep_compiler_out
 from mpitrain.optim.spread import spread_of
-from mpitrain.torch_internals import not_compiled
+from mpitrain.torch_internals import keep_compiler_out, not_compiled
 
 _aten = torch.ops.aten
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

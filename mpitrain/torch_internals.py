@@ -3,10 +3,12 @@
 tests/unit/mpitrain/test_torch_internals.py fails when a release changes one of them.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -148,6 +150,35 @@ def uncompiled_paths(paths: Sequence[str]) -> bool:
     rules.SKIP_DIRS.extend(paths)
     rules._recompile_re()
     return True
+
+
+_HERE = Path(__file__).parent
+_FOLDERS = [
+    *(_HERE.parent / name for name in ("ckpt", "collectives")),
+    *(_HERE / name for name in ("optim", "weights")),
+    *(path.parent for path in sorted((_HERE / "sharding").glob("*/__init__.py"))),
+]
+# checkpointing.py is not among them: torch's compiler takes its checkpoints into graphs.
+_FILES = [
+    *(path for path in sorted((_HERE / "sharding").glob("*.py")) if path.name != "checkpointing.py"),
+    *(
+        _HERE / f"{name}.py"
+        for name in ("agreement", "batch_norm", "parts", "rank0", "stage_streams", "torch_internals")
+    ),
+]
+_paths = [*(f"{folder}{os.sep}" for folder in _FOLDERS), *map(str, _FILES)]
+"""The code that runs around a forward, an optimizer's step or a message. Empty when the compiler knows it."""
+
+
+@not_compiled
+def keep_compiler_out() -> None:
+    """Tell torch's compiler, if the program has imported it, to leave our code alone. Called where a compiled function comes in first.
+
+    It would compile functions again for each parameter, and log that it has reached a limit. Layers stay compiled: those of our models,
+    cut ones and those of stages.
+    """
+    if _paths and uncompiled_paths(_paths):
+        _paths.clear()
 
 
 @not_compiled

@@ -16,7 +16,6 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from mpitrain.agreement import check_alike
-from mpitrain.compiling import keep_compiler_out
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_renamed, mark_replaced
 from mpitrain.parts import Part, part_of, tensor_ranks_of
@@ -48,6 +47,7 @@ from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage
 from mpitrain.sharding.unit.unit import Promise, Unit
 from mpitrain.sharding.unit.wires import group_for_weights, wire_groups
+from mpitrain.torch_internals import keep_compiler_out
 
 _log = logging.getLogger("mpitrain")
 
