@@ -28,8 +28,12 @@ _Number = Annotated[float, msgspec.Meta(ge=-MOST_FIGURE, le=MOST_FIGURE)]
 
 
 class _Spike(msgspec.Struct):
+    """See health/spikes.py."""
+
     value: _Number
     median: _Number
+    score: _Number | None = None
+    what: str = ""
 
 
 _TYPES: dict[str, Any] = {
@@ -109,7 +113,7 @@ def _readable(value: Any) -> Any:
         return [_text(each) for each in value]
     if isinstance(value, dict):
         return {_text(name): _readable(each) for name, each in value.items()}
-    return msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+    return _readable(msgspec.structs.asdict(value)) if isinstance(value, msgspec.Struct) else value
 
 
 def _unknown(value: Any) -> Any:
