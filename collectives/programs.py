@@ -14,8 +14,25 @@ def python(module: str) -> list[str]:
     return [sys.executable, *([] if _imports_from_here() else ["-P"]), "-m", module]
 
 
+def import_paths() -> list[str]:
+    """The folders from which this process imports, for a child that takes over no other setting of Python (`-I`).
+
+    Without the current folder, except as in `python`.
+    """
+    here = set() if _imports_from_here() else _here()
+    return [path for path in map(os.path.abspath, filter(None, sys.path)) if path not in here]
+
+
+def _here() -> set[str]:
+    """The current folder; empty if it is gone."""
+    try:
+        return {os.getcwd(), os.path.realpath(os.curdir)}
+    except OSError:
+        return set()
+
+
 def _imports_from_here() -> bool:
-    here = {os.getcwd(), os.path.realpath(os.curdir)}
+    here = _here()
     return any(
         os.path.dirname(place) in here
         for name, module in list(sys.modules.items())

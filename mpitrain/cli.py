@@ -12,6 +12,7 @@ import collectives
 from collectives import recovery
 from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.diagnosis import write_failure
+from collectives.diagnosis.checked import DifferentCallsError
 from collectives.texts import shown, without_secrets
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
@@ -217,8 +218,8 @@ def _in_one_process(run: Callable[[list[str]], int | None], words: list[str]) ->
 
 def _line(text: str, error: Exception) -> str:
     """The line of an error. Names of files and values in it may be a stranger's, and addresses may have secrets. The errors of jobs
-    that a command has started have several lines."""
-    has_lines = not isinstance(error, ValueError | OSError)
+    that a command has started have several lines, and so has a table of the calls of ranks."""
+    has_lines = isinstance(error, DifferentCallsError) or not isinstance(error, ValueError | OSError)
     return f"mpitrain: error: {shown(without_secrets(text), lines=has_lines)}"
 
 

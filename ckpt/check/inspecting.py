@@ -13,6 +13,7 @@ from ckpt.storage.catalog import read_manifest
 from ckpt.storage.child import environment, signal_name
 from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import local_path
+from collectives.programs import import_paths
 
 _TIMEOUT_S = 60.0
 _BLOCKS_PER_S = 1000
@@ -65,8 +66,7 @@ def need_folder(path: str | os.PathLike[str]) -> LocalPath:
 
 def _ask(folder: Path, timeout_s: float) -> tuple[list[tuple[str, str | None, str | None]], str | None]:
     """The findings of the child, and a message if it crashed or took too long."""
-    paths = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
-    arguments = [str(folder), str(int(timeout_s) + 1), str(_MAX_ANSWER_BYTES), json.dumps(paths)]
+    arguments = [str(folder), str(int(timeout_s) + 1), str(_MAX_ANSWER_BYTES), json.dumps(import_paths())]
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
         try:
             code = subprocess.run(

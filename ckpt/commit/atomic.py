@@ -245,5 +245,5 @@ def mend_latest(folder: Path) -> None:
         return
     except ValueError:  # no file of ours
         named = ""
-    if not (named and (folder / named).is_dir()) and (newest := latest(folder)) is not None:
+    if not (named and os.path.isdir(folder / named)) and (newest := latest(folder)) is not None:
         write_latest(newest)

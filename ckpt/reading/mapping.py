@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.storage.child import environment, signal_name
+from collectives.programs import import_paths
 
 _MAX_MESSAGE_BYTES = 1 << 16
 # With -I Python ignores the environment, and imports nothing from the current folder.
@@ -86,11 +87,10 @@ class VectorFiles:
 
     def _start(self) -> None:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = [os.path.abspath(entry) for entry in sys.path if entry]
         program = Path(__file__).with_name("vectors.py")
         with its:
             self._child = subprocess.Popen(
-                [sys.executable, "-I", "-c", _CHILD, str(its.fileno()), json.dumps(paths), str(program)],
+                [sys.executable, "-I", "-c", _CHILD, str(its.fileno()), json.dumps(import_paths()), str(program)],
                 stdin=subprocess.DEVNULL,
                 env=environment(),
                 pass_fds=[its.fileno()],

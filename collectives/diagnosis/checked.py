@@ -21,8 +21,12 @@ _NAP_S = 1e-3
 _stranded: list[Any] = []  # requests that will never complete, with their buffers, to which MPI may still write
 
 
+class DifferentCallsError(ValueError):
+    """The ranks call different collectives. The text has a line for each group of ranks."""
+
+
 def compare_calls(mpi: Any, call: str, entry: Entry) -> None:
-    """ValueError on all ranks unless `call`, a description of the collective, is the same on all of them.
+    """DifferentCallsError on all ranks unless `call`, a description of the collective, is the same on all of them.
 
     `entry`: the collective's entry in the flight record, which has its number.
     """
@@ -41,7 +45,7 @@ def compare_calls(mpi: Any, call: str, entry: Entry) -> None:
         f"the ranks call different collectives, or the same with different arguments, on {entry.log}; expected the same calls in the "
         "same order on each of them:\n" + "\n".join(lines)
     )
-    raise raised_on(mpi, ValueError(text), speaker=0)
+    raise raised_on(mpi, DifferentCallsError(text), speaker=0)
 
 
 def _wait(request: Any, buffers: Any, log: Log) -> None:
@@ -53,7 +57,7 @@ def _wait(request: Any, buffers: Any, log: Log) -> None:
             if log.verdict is not None:
                 _stranded.append((request, buffers))
                 # Not marked as raised on all ranks: these communicators cannot be used any more, so the job must end.
-                raise ValueError(log.verdict)
+                raise DifferentCallsError(log.verdict)
             time.sleep(_NAP_S if time.monotonic() - start > _SPIN_S else 0)
     finally:
         log.comparing = False

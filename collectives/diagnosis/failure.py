@@ -78,8 +78,8 @@ def _also() -> Path | None:
 def _write(file: Path, text: str) -> bool:
     """Append a report; whether it is the first one in the file."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
     try:
+        partial.unlink(missing_ok=True)
         with open(os.open(partial, _FLAGS | os.O_EXCL, 0o666), "w") as stream:
             stream.write(text)
         os.link(partial, file)
@@ -90,4 +90,5 @@ def _write(file: Path, text: str) -> bool:
             stream.write(text)
         return is_first
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from mpitrain.elastic import marks
 from mpitrain.elastic.lease import as_text, read_lease
 from mpitrain.elastic.marks import Alive, Done
-from mpitrain.monitor.record.files import adding, making, read_object, read_text, write_all
+from mpitrain.monitor.record.files import adding, making, read_beginning, read_object, write_all
 
 FAILURE = "failure.txt"
 _FIRST_FAILURE = ".failure"  # of ranks that do not know their folder yet; a link to the other one later
@@ -87,7 +87,7 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 # A link is the ranks' own, to the other file.
                 file = self.path / (FAILURE if (self.path / name).is_symlink() else name)
-                return _printable(read_text(file).rstrip())
+                return _printable(read_beginning(file).rstrip())
         return ""
 
     def own_start(self) -> str | None:

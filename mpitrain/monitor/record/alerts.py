@@ -1,6 +1,7 @@
 """Alerts: the command of `log.on_event`, which gets each event. Standard library only, for a supervisor on hosts without packages."""
 
 import json
+import os
 import subprocess
 import tempfile
 import threading
@@ -105,7 +106,10 @@ class Alerts:
 
     def _open_log(self) -> IO[bytes]:
         try:
-            return adding(self._folder / NAME, 0o600)  # a command may print its own secrets
+            file = adding(self._folder / NAME, 0o600)  # a command may print its own secrets
+            with suppress(PermissionError):  # another user's
+                os.fchmod(file.fileno(), 0o600)
+            return file
         except OSError:
             return open("/dev/null", "ab")
 

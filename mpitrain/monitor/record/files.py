@@ -87,6 +87,15 @@ def read_text(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
     return read(path, most_bytes=most_bytes).decode(errors="replace")
 
 
+def read_beginning(path: Path) -> str:
+    """The first MOST_TEXT_BYTES of a text: of reports, to which each rank of a large job may add one. OSError: see `open_regular`."""
+    with reading(path) as file:
+        data = bytearray()
+        while len(data) < MOST_TEXT_BYTES and (piece := file.read(MOST_TEXT_BYTES - len(data))):
+            data += piece
+    return data.decode(errors="replace")
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. OSError: see `open_regular`; ValueError for something else."""
     found = json_of(read(path))

@@ -17,7 +17,7 @@ from mpitrain.monitor.reading.lines import Line
 from mpitrain.monitor.reading.numbers import duration
 from mpitrain.monitor.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings
 from mpitrain.monitor.record.events import NAME as EVENTS
-from mpitrain.monitor.record.files import read_text
+from mpitrain.monitor.record.files import read_beginning
 from mpitrain.monitor.watch.ranks import RankFigures
 from mpitrain.monitor.watch.series import Thinned
 
@@ -241,7 +241,7 @@ class Watched:
     def _failure(self) -> str:
         """The first line of the report. Above it is its time."""
         try:
-            lines = read_text(self.folder / "failure.txt").splitlines()
+            lines = read_beginning(self.folder / "failure.txt").splitlines()
         except OSError as error:
             return f"failure.txt cannot be read: {error.strerror}"
         return next((shown(line.strip()[:_MOST_WORDS]) for line in lines[1:] if line.strip()), "failure.txt is empty")

@@ -17,6 +17,7 @@ from checkpoints import names, owner, printed, save, value_of
 
 import ckpt
 from ckpt.commit import atomic, leftovers, retention
+from ckpt.commit.atomic import mend_latest
 from ckpt.commit.owner import signature, start_time
 from ckpt.storage.catalog import LATEST_NAME
 from ckpt.storage.local_path import LocalPath
@@ -38,8 +39,11 @@ def test_latest_is_the_last_one_saved_that_is_complete(tmp_path):
     save(tmp_path / "step-100", 1)
     save(tmp_path / "step-50", 2)  # a run that went back to an earlier step and on from there
     assert ckpt.latest(tmp_path) == tmp_path / "step-50"
-    (tmp_path / LATEST_NAME).write_text("step-7\n")  # a hint, no more
-    assert ckpt.latest(tmp_path) == tmp_path / "step-50"
+    for hint in ("step-7\n", "x" * 300):  # no more than a hint
+        (tmp_path / LATEST_NAME).write_text(hint)
+        assert ckpt.latest(tmp_path) == tmp_path / "step-50"
+        mend_latest(tmp_path)
+        assert (tmp_path / LATEST_NAME).read_text() == "step-50\n"
     (tmp_path / "step-50" / "rank-00000.h5").unlink()
     (tmp_path / "notes").mkdir()
     assert ckpt.latest(tmp_path) == tmp_path / "step-100"

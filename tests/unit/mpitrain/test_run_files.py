@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from collectives.diagnosis.checked import DifferentCallsError
+from mpitrain.cli import _line
 from mpitrain.elastic import marks
 from mpitrain.elastic.folder_lock import FolderLock, Holder
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
@@ -20,6 +22,7 @@ from mpitrain.monitor.record import files
 from mpitrain.monitor.record.events import write_event
 from mpitrain.monitor.record.lines import LinesFile, is_evaluated
 from mpitrain.monitor.trace import request
+from mpitrain.monitor.watch.watched import Watched
 
 ROOT = Path(__file__).parents[3]
 
@@ -154,6 +157,7 @@ def test_programs_do_not_import_from_the_current_folder(tmp_path: Path) -> None:
     away = tmp_path / "away"
     away.mkdir()
     (away / "mine.py").write_text("")
+    (away / "gone").mkdir()
 
     def words(cwd: Path, *more: str) -> list[str]:
         path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -164,6 +168,18 @@ def test_programs_do_not_import_from_the_current_folder(tmp_path: Path) -> None:
         return done.stdout.split()
 
     assert words(tmp_path) == ["-P", "-m", "x"]
+    of_child = script.replace("python('x')[1:]", "import_paths()").replace("import python", "import import_paths")
+    for more in ("import sys; sys.path.insert(0, ''); ", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "):
+        found = subprocess.run(
+            [sys.executable, "-c", f"import collectives.programs; {more}{of_child}"], cwd=tmp_path, capture_output=True, text=True,
+            timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+        ).stdout.split()  # fmt: skip
+        assert str(ROOT) in found and str(tmp_path) not in found and "" not in found
+    gone = subprocess.run(
+        [sys.executable, "-P", "-c", f"import os; os.rmdir(os.getcwd()); {script}"], cwd=away / "gone", capture_output=True, text=True,
+        timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert gone.stdout.split() == ["-P", "-m", "x"], gone.stderr
     assert words(away, "import sys; sys.path.append(''); import mine; ") == ["-m", "x"], (
         "the user's module came from there"
     )
@@ -171,3 +187,17 @@ def test_programs_do_not_import_from_the_current_folder(tmp_path: Path) -> None:
     assert len(sources) > 300
     others = [path for path in sources if re.search(r'sys\.executable,\s*"-m"', path.read_text())]
     assert not others, "collectives.programs makes these commands"
+
+
+def test_a_long_report_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """Each rank of a large job may add a traceback."""
+    folder = RunFolder(tmp_path)
+    (tmp_path / "failure.txt").write_text("time\nrank 7: the first one\n" + "more\n" * 1_000_000)
+    assert folder.report_text().startswith("time\nrank 7: the first one\n")
+    assert Watched(tmp_path)._failure() == "rank 7: the first one"
+
+
+def test_an_error_is_one_line_but_the_table_of_different_calls_is_not() -> None:
+    text = "the ranks differ:\n  rank 0: a\x1b\n  rank 1: b"
+    assert _line(text, ValueError(text)).count("\n") == 0
+    assert _line(text, DifferentCallsError(text)).splitlines()[1:] == ["  rank 0: a\\x1b", "  rank 1: b"]
