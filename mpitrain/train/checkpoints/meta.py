@@ -11,9 +11,6 @@ from ckpt.format.validation import converted
 from collectives.texts import without_secrets
 from mpitrain.config.parallel import Wire
 
-MAX_LEFT_OUT = 1 << 20
-"""Samples. A rewind leaves out those of the last steps, so no interval ends far behind the samples that were seen."""
-
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 _Share = Annotated[float, msgspec.Meta(gt=0, lt=1e300)]
@@ -74,14 +71,9 @@ def checked(meta: dict[str, Any], where: object) -> dict[str, Any]:
             "load it with mpitrain.load or ckpt.load"
         )
     try:
-        found = converted(meta, _Meta)
+        converted(meta, _Meta)
     except ValueError as error:
         raise ckpt.CheckpointError(f"{where}: its meta has what no run writes: {error}") from None
-    seen = found.data.next_sample
-    if far := next((end for _, end in found.health.left_out if end > seen + MAX_LEFT_OUT), None):
-        raise ckpt.CheckpointError(
-            f"{where}: its meta has what no run writes: samples up to {far} are left out, and {seen} were seen"
-        )
     return meta
 
 

@@ -1,13 +1,23 @@
 """Samples that a run leaves out: the steps after them train on later samples, also after a resume."""
 
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from collectives import Communicator
+from mpitrain.config import parse, to_toml
 from mpitrain.data import Batches
 from mpitrain.data.left_out import merged, moved_past
+from mpitrain.data.positions import Positions
+from mpitrain.health.health import Bad, Health
+from mpitrain.health.reports import Reports
+from mpitrain.health.rewind import InitialState
+from mpitrain.train.checkpoints.meta import checked
 
 BATCH = 4
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 8)).map(lambda i: (i[0], i[0] + i[1])), max_size=4)
@@ -58,3 +68,36 @@ def test_a_batch_may_lie_on_both_sides_of_what_is_left_out() -> None:
         here.get(1, range(2, 4)), np.concatenate([plain.get(2, range(1, 2)), plain.get(2, range(2, 3))])
     )
     assert here.next_sample(1) == 4 and here.next_sample(2) == 11
+
+
+class _Alone:
+    """A communicator of one rank, for what `Health` asks of it."""
+
+    rank, size = 0, 1
+
+    def broadcast_object(self, value: object) -> object:
+        return value
+
+    def all_gather_object(self, value: object) -> list[object]:
+        return [value]
+
+
+@pytest.mark.parametrize("bad", [Bad(5890, 5900, "loss nan"), Bad(10**9, 10**9, "loss nan")])
+def test_a_run_takes_its_own_checkpoint_after_a_rewind(bad: Bad) -> None:
+    """A good state may lie many samples back, and the first checkpoint may be saved long before the samples that are left out."""
+    config = parse(["--train.batch", "4096", "--train.max-rewinds", "1", "--checkpoint.every", "500"])
+    model, comm = torch.nn.Linear(2, 2), cast(Communicator, _Alone())
+    batches = Positions(4096)
+    health = Health(
+        config, comm, comm, model, torch.optim.SGD(model.parameters()), batches, device=torch.device("cpu"), seed_of=0,
+        numbers=dict, reports=Reports(lambda *words, **fields: None, 0, lambda line: None),
+    )  # fmt: skip
+    health.sources.append(InitialState(lambda: None))
+    assert health.go_back(bad) == 0
+    meta = {
+        "step": 100, "config": to_toml(config), "num_ranks": 1,
+        "data": {"fingerprint": "x", "next_sample": batches.next_sample(100)}, "health": health.state_dict(),
+    }  # fmt: skip
+    assert meta["health"] == {"left_out": [[bad.first * 4096, (bad.last + 1) * 4096]], "rewinds": 1}
+    assert checked(meta, "here") == meta
+    assert batches.next_sample(bad.first) == (bad.last + 1) * 4096

@@ -93,7 +93,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("num_ranks", 0, "$.num_ranks"),
     ("data", [], "$.data"),
     ("data", {"fingerprint": "x", "next_sample": 0.5}, "$.data.next_sample"),
-    ("health", {"left_out": [[0, 1 << 40]]}, "are left out, and 0 were seen"),
+    ("health", {"left_out": [[0, 1 << 60]]}, "$.health.left_out"),
     ("stepper", {"scaler": {"scale": 0, "good_steps": 0, "skipped_steps": 0}}, "$.stepper.scaler.scale"),
 ]
 
