@@ -101,10 +101,56 @@ def test_twelve_secrets_are_in_no_artefact_of_a_run(tmp_path: Path, address: str
         ("'https://h/a?key=1': not found; https://h/b", "'https://h/a?key=***': not found; https://h/b"),
         ("memory://h?k=a b", "memory://h?k=*** b"),
         ("mail to a@b, see https://h/@x/y, runs/a?b=c", "mail to a@b, see https://h/@x/y, runs/a?b=c"),
+        # passwords with / ? # : @
+        ("https://user:pa/ss@host/a.tar", "https://***@host/a.tar"),
+        ("s3://AKIA:wJalr/K7MD+x@bucket/key", "s3://***@bucket/key"),
+        ("https://user:p?ss@host/a", "https://***@host/a"),
+        ("https://user:pa#ss@host/a", "https://***@host/a"),
+        ("https://user:1/2@host/a", "https://***@host/a"),
+        ("https://user:/pass@host/a", "https://***@host/a"),
+        ("https://user:80/ss@data.example.com/a", "https://***@data.example.com/a"),
+        ("s3://K:8080/abc@bucket/a", "s3://***@bucket/a"),
+        ("https://u:p://x@h/a", "https://***@h/a"),
+        ("https://me@corp.com:pa/ss@host/a", "https://***@host/a"),
+        ("https://u:p@ss/w@host/a", "https://***@host/a"),
+        ("https://proxy/https://u:p/q@h/x", "https://proxy/https://***@h/x"),
+        ("(https://u:p/q@h/a,https://u:p@h/b)", "(https://***@h/a,https://***@h/b)"),
+        # an @ in a path
+        ("https://u:p@host/x@1.tar", "https://***@host/x@1.tar"),
+        ("https://u:p@host.com/v@1/a.tar", "https://***@host.com/v@1/a.tar"),
+        ("https://u:p@host:8080/v@1/a.tar", "https://***@host:8080/v@1/a.tar"),
+        ("https://host:8080/a?token=x@y", "https://host:8080/a?token=***"),
+        # containers of Azure
+        ("abfss://train@acct.dfs.core.windows.net/a.parquet?sig=1", "abfss://train@acct.dfs.core.windows.net/a.parquet?sig=***"),
+        ("simplecache::wasbs://c@acct/a@b", "simplecache::wasbs://c@acct/a@b"),
+        ("abfs://u:p@acct/a", "abfs://***@acct/a"),
+        ("xabfs://c@acct/a", "xabfs://***@acct/a"),
+        # parameters of paths, and addresses in parameters
+        ("https://h/a;jsessionid=1/b;version=2?part=3", "https://h/a;jsessionid=***/b;version=2?part=3"),
+        ("https://h/a?path=https://u:p@h2/&part=1", "https://h/a?path=***&part=1"),
+        ("https://h/a?file=u%3Ap%40h&ref=https%3A%2F%2Fx&name=u%253Ap%2540h&id=a%20b", "https://h/a?file=***&ref=***&name=***&id=a%20b"),
     ],
 )  # fmt: skip
 def test_addresses_without_secrets(text: str, expected: str) -> None:
     assert without_secrets(text) == expected and without_secrets(expected) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://host:8080/a@b",
+        "http://node17:8080/data@v1.2/a.tar",
+        "http://127.0.0.1:8080/x@data.example.com/a",
+        "http://localhost:80/x@data.example.com/a",
+        "http://[::1]:8080/a@b/c",
+        "http://[::1]/a@b/c",
+        "s3://bucket/run:1@2/x",
+        "file:///a:b@c",
+        '{"url":"https://h:8080/a","mail":"x@y"}',
+    ],
+)
+def test_addresses_with_an_at_and_no_user_stay(text: str) -> None:
+    assert without_secrets(text) == text
 
 
 def test_long_texts_take_little_time() -> None:
@@ -115,6 +161,11 @@ def test_long_texts_take_little_time() -> None:
         "://h?" + ":" * 10**6 + "x",
         "://" + "@" * 10**6,
         "x://" + "?#" * 400_000,
+        "x://u:p/" + "@a." * 300_000,
+        "x://u:p@" + "a." * 500_000 + "1/@a." + "-a." * 300_000,
+        "x://h/" + ";a" * 500_000,
+        "://" + "::a" * 300_000,
+        "://h?id=" + "%25" * 300_000,
     ):
         without_secrets(text)
     assert time.perf_counter() - began < 2
@@ -123,6 +174,19 @@ def test_long_texts_take_little_time() -> None:
 def test_control_characters_are_text() -> None:
     assert shown("a\x1b[2J\r\x07\u202e\udcff\n") == r"a\x1b[2J\r\x07\u202e\udcff\n"
     assert shown("a\n\tb\x00", lines=True) == "a\n\tb\\x00" and shown("ü 日本") == "ü 日本"
+
+
+def test_spaces_and_joiners_of_all_scripts_are_text() -> None:
+    for text in (
+        "東京\u3000日本",
+        "\xab\xa0déjà\xa0\xbb\u202f!",
+        "می\u200cخواهم",
+        "👩\u200d👩\u200d👧 ❤\ufe0f",
+        "Silben\u00adtrennung",
+    ):
+        assert shown(text) == text and shown(f"{text}\n", lines=True) == f"{text}\n"
+    for text in "\u200b\u200e\u202a\u202e\u2028\u2029\u2066\ufeff\ue000\ud800\u0378\x85\U000e0041":
+        assert shown(text, lines=True) == text.encode("unicode_escape").decode()
 
 
 def test_what_a_run_folder_says_is_no_command(tmp_path: Path) -> None:
