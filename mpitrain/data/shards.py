@@ -105,11 +105,17 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
     if len(set(public)) < len(public):
         same = next(each for each in public if public.count(each) > 1)
         raise ValueError(f"data: {same} names two shards, whose addresses differ in a secret alone")
-    folder = _common_folder(sorted(public))
-    names = [path[len(folder) + 1 :] if folder else path for path in public]
+    folder, names = _in_their_folder(public)
     sizes = np.array([found[path].size for path in paths], np.int64)
     versions = {path: its.version for path, its in found.items() if its.version}
-    return ShardList(folder, tuple(names), tuple(paths), sizes, checksums, versions)
+    return ShardList(folder, names, tuple(paths), sizes, checksums, versions)
+
+
+def public_names(folder: str, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The folder and names of a checkpoint, as `list_shards` gives them: earlier versions kept addresses with their secrets."""
+    paths = [f"{folder}/{name}" if folder else name for name in names]
+    public = [without_secrets(path) for path in paths]
+    return (folder, tuple(names)) if public == paths else _in_their_folder(public)
 
 
 def expanded(pattern: str) -> Iterator[str]:
@@ -183,6 +189,12 @@ def _remote(names: Sequence[str], are_patterns: bool) -> dict[str, FileInfo]:
             raise ValueError(f"data: {without_secrets(name)} cannot be read: there is no such file")
         found[name] = info
     return found
+
+
+def _in_their_folder(paths: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The folder of all paths, and their names in it."""
+    folder = _common_folder(sorted(paths))
+    return folder, tuple(path[len(folder) + 1 :] if folder else path for path in paths)
 
 
 def _common_folder(paths: Sequence[str]) -> str:

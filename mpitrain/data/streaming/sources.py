@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.documents import is_compressed
-from mpitrain.data.shards import ShardList
+from mpitrain.data.shards import ShardList, public_names
 from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
 
 _MOST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 4 << 20, 4 << 10
@@ -50,9 +50,10 @@ class Source:
         if tuple(names) == self.shards.names and np.array_equal(sizes, self.shards.sizes):  # the usual case
             return replace(self, chunk_bytes=chunk_bytes, eras=eras)
         now = {name: index for index, name in enumerate(self.shards.names)}
+        folder, names = public_names(saved["folder"], names)
         # A further folder of shards makes the folder of all of them shorter.
-        inside = saved["folder"].removeprefix(f"{self.shards.folder}/")
-        prefix = f"{inside}/" if inside != saved["folder"] and names[0] not in now else ""
+        inside = folder.removeprefix(f"{self.shards.folder}/")
+        prefix = f"{inside}/" if inside != folder and names[0] not in now else ""
         places = [now.get(prefix + name, -1) for name in names]
         for name, size, place in zip(names, sizes.tolist(), places, strict=True):
             if place < 0 or self.shards.sizes[place] != size:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpitrain.data.cache import ShardCache
-from mpitrain.data.shards import ShardList, list_shards
+from mpitrain.data.shards import ShardList, list_shards, public_names
 from mpitrain.data.streaming.batches import DocumentBatches
 from mpitrain.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.data.streaming.sources import Source
@@ -146,6 +146,32 @@ def test_settings_that_move_the_places_are_refused(folder: Path, changed: dict[s
     state = saved(run, 1)
     with pytest.raises(ValueError, match=text):
         batches(folder, **changed).shapes(state[1])
+
+
+@pytest.mark.parametrize(
+    ("folder", "raw", "paths"),
+    [
+        ("https://u:p4ss@h/x", ("a.jsonl", "b.jsonl"), ("https://u:new@h/x/a.jsonl", "https://u:new@h/x/b.jsonl")),
+        ("https://h/x", ("a.jsonl?X-Sig=p4ss", "b.jsonl?X-Sig=p4ss"), ("https://h/x/b.jsonl?X-Sig=2", "https://h/x/a.jsonl?X-Sig=1")),
+        ("https://h/x", ("a.jsonl?X-Sig=p4ss",), ("https://h/x/a.jsonl?X-Sig=1", "https://h/y/b.jsonl")),
+        ("https://h/a.jsonl?sig=p4ss", ("p4ss",), ("https://h/a.jsonl?sig=1",)),
+        ("", ("https://u:p4ss@h/a.jsonl", "s3://b/a.jsonl"), ("https://u:new@h/a.jsonl", "s3://b/a.jsonl")),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_with_secrets_in_its_names(folder: str, raw: tuple[str, ...], paths: tuple[str, ...]) -> None:
+    """Earlier versions kept them. The same shards with renewed signatures go on, and an error shows none."""
+    now_folder, names = public_names("", paths)
+    shards = ShardList(now_folder, names, paths, np.full(len(paths), 1 << 20))
+    saved = Source.new("a", shards, lanes=2).meta() | {"folder": folder, "eras": [[0, len(raw)]]}
+    again = Source.new("a", shards, lanes=2).resumed(saved, raw, np.full(len(raw), 1 << 20), furthest=0)
+    assert sorted(again.shards.paths) == sorted(paths)
+    assert again.shards.paths[0].partition("?")[0].endswith("a.jsonl")
+    assert "p4ss" not in str(again)
+    with pytest.raises(
+        ValueError, match=r"the run has read .*a\.jsonl.* of a in .*, and it has 1048576 bytes now"
+    ) as raised:
+        Source.new("a", shards, lanes=2).resumed(saved, raw, np.full(len(raw), 1 << 21), furthest=0)
+    assert "p4ss" not in str(raised.value)
 
 
 def test_a_hundred_thousand_shards() -> None:
