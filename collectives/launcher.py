@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives.processes import age_s, stat_fields
-from collectives.texts import without_secrets
+from collectives.texts import HIDDEN, without_secrets
 
 
 class _Launcher(NamedTuple):
@@ -58,6 +58,7 @@ _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _TORCH_VARIABLES = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")).keys()
 _DROPPED_OF_TORCH = {_TORCHRUN_VARIABLE, *_TORCH_VARIABLES, "LOCAL_WORLD_SIZE", "MASTER_PORT"}
 _SHOWN_CHARACTERS = 200
+_ALERT = "log.on_event"  # a setting of mpitrain
 
 _MARK = "MPITRAIN_RANK_PROCESS"
 """The variable in which a rank leaves its process and job: what it starts is no rank."""
@@ -296,7 +297,7 @@ def _check_torch_launcher(library: str, environ: Mapping[str, str]) -> None:
 
 def _command() -> str:
     """The command of this process, without the words that torch's launchers add: -u before the program, --local_rank after it."""
-    words = sys.orig_argv[1:]
+    words = _without_alert(sys.orig_argv[1:])
     end = 0  # of Python's own options
     while words[end : end + 1] and words[end].startswith("-") and words[end] not in ("-m", "-c"):
         end += 2 if words[end] in ("-W", "-X") else 1
@@ -304,6 +305,21 @@ def _command() -> str:
     is_added = re.fullmatch("--local[-_]rank=[0-9]+", "".join(words[first : first + 1]))
     options = (word for word in words[:end] if word != "-u")
     return shlex.join(("python", *options, *words[end:first], *words[first + bool(is_added) :]))
+
+
+def _without_alert(words: Iterable[str]) -> list[str]:
+    """The words with *** for the command of log.on_event, which may have a secret, such as the address of a web hook."""
+    shown, is_next, may_follow = list[str](), False, False
+    for word in words:
+        if is_next or (may_follow and not word.startswith("--")):
+            shown += [HIDDEN] * is_next
+            is_next = False
+            continue
+        flag, equals, _ = word.partition("=")
+        may_follow = flag.startswith("--") and flag[2:].replace("-", "_") == _ALERT
+        is_next = may_follow and not equals
+        shown.append(f"{flag}={HIDDEN}" if may_follow and equals else word)
+    return shown
 
 
 def _to_run_alone(variables: Iterable[str]) -> str:

@@ -113,6 +113,24 @@ def test_some_variables_of_torch_are_no_launcher(environ: dict[str, str]) -> Non
     check_launcher(1, "Some MPI 1.2", environ)
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--log.on_event", "curl S3CRET", "--run", "a"], "--log.on_event '***' --run a"),
+        (["--log.on-event", "--S3CRET", "S3CRET", "--run", "a"], "--log.on-event '***' --run a"),
+        (["--log.on_event=curl S3CRET", "--run", "a"], "'--log.on_event=***' --run a"),
+        (["--log.on-event=S3CRET=S3CRET", "S3CRET"], "'--log.on-event=***'"),
+        (["--log.on_event", "S3CRET", "--log.on-event=S3CRET"], "--log.on_event '***' '--log.on-event=***'"),
+        (["--run", "a", "--log.on_event"], "--run a --log.on_event"),
+    ],
+)
+def test_the_command_of_alerts_is_not_told(monkeypatch: pytest.MonkeyPatch, words: list[str], shown: str) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["python3", "-m", "mpitrain", *words])
+    with pytest.raises(RuntimeError) as refusal:
+        check_launcher(1, "Some MPI 1.2", TORCHRUN)
+    assert f"mpirun -np 2 python -m mpitrain {shown}. To run" in str(refusal.value)
+
+
 def test_the_command_is_the_program_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "-u", "-m", "mpitrain", "--run", "my run"])
     with pytest.raises(RuntimeError, match=r"mpirun -np 2 python -m mpitrain --run 'my run'. To run one process alone"):
