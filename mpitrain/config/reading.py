@@ -17,7 +17,7 @@ import msgspec
 
 from collectives.texts import HIDDEN, without_secrets
 from mpitrain.config.errors import ConfigError
-from mpitrain.config.secrets import public
+from mpitrain.config.secrets import public, reachable
 from mpitrain.config.settings import Config, kinds
 from mpitrain.config.writing import print_help, wanted
 from mpitrain.monitor.record.alerts import SETTING as ON_EVENT
@@ -54,7 +54,7 @@ def from_toml(path: str | os.PathLike[str]) -> Config:
 
 
 def of_run(path: Path) -> Config:
-    """The settings in the file of a run's folder, without secrets (`public`); raises ConfigError like `parse`.
+    """The settings in the file of a run's folder, for an evaluation: `reachable`, without secrets. Raises ConfigError like `parse`.
 
     The folder may be a stranger's: no command and no module is taken from it, and the file is a regular one of a usual length.
     """
@@ -64,7 +64,7 @@ def of_run(path: Path) -> Config:
         raise ConfigError(f"settings file {path}: {error.strerror or error}") from None
     except ValueError as error:  # bytes that are not UTF-8
         raise ConfigError(f"settings file {path} is not valid TOML: {error}") from None
-    found = public(from_text(text, str(path)))
+    found = reachable(public(from_text(text, str(path))))
     return replace(found, log=replace(found.log, modules=()))
 
 

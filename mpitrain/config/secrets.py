@@ -24,8 +24,19 @@ def has_secrets(config: Config) -> bool:
 
 
 def hidden(config: Config) -> list[str]:
-    """The settings in which `public` has hidden a part of an address: these addresses cannot be reached."""
-    return [name for name, value in flat(config).items() if re.search(rf"://\S*{re.escape(HIDDEN)}", str(value))]
+    """The settings of the data in which `public` has hidden a part of an address: these addresses cannot be reached."""
+    return [name for name, value in flat(config).items() if name.startswith("data.") and _is_hidden(str(value))]
+
+
+def reachable(config: Config) -> Config:
+    """The result of `public` without the places of checkpoints of which it has hidden a part. A run's folder has its checkpoints."""
+    copies = tuple(place for place in config.checkpoint.copies if not _is_hidden(place))
+    resume = "auto" if _is_hidden(config.resume) else config.resume
+    return replace(config, checkpoint=replace(config.checkpoint, copies=copies), resume=resume)
+
+
+def _is_hidden(text: str) -> bool:
+    return re.search(rf"://\S*{re.escape(HIDDEN)}", text) is not None
 
 
 def _public(value: Any) -> Any:

@@ -207,6 +207,27 @@ def test_what_a_run_folder_says_is_no_command(tmp_path: Path) -> None:
         of_run(file)
 
 
+def test_an_evaluation_needs_the_addresses_of_the_data_alone(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    words = [
+        "--train.sample_prompt",
+        "see https://x/a#History",
+        "--log.project",
+        "https://u@w/p",
+        "--resume",
+        "s3://k:s@b/r",
+    ]
+    given = parse([*words, "--checkpoint.copies", "memory://u:p@copies/run", str(tmp_path / "copies")])
+    file.write_text(to_toml(given))
+    found = of_run(file)
+    assert hidden(found) == [] and found.resume == "auto" and found.checkpoint.copies == (str(tmp_path / "copies"),)
+    again = parse(["--resume", "s3://k:s@b/r"], found)
+    assert again.resume == "s3://k:s@b/r" and hidden(again) == []
+    for words in (["--data.path", "https://h/a.jsonl?key=1"], ["--data.tokenizer", "https://u:p/q@h/tokenizer.json"]):
+        file.write_text(to_toml(parse(words, given)))
+        assert hidden(of_run(file)) == [words[0][2:]]
+
+
 def test_the_supervisor_takes_its_command_from_the_words(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text('run = "r"\n[log]\non_event = "of file"\n')
