@@ -3,10 +3,10 @@
 import argparse
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
 from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent
 from mpitrain.elastic.supervisor.decisions import Policy
@@ -14,7 +14,8 @@ from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import of_environment
 from mpitrain.elastic.supervisor.job import launcher_kind
 from mpitrain.elastic.supervisor.limits import Limits
-from mpitrain.elastic.supervisor.supervisor import Plan, Supervisor
+from mpitrain.elastic.supervisor.supervisor import Plan, Supervisor, say
+from mpitrain.elastic.supervisor.texts import public
 from mpitrain.elastic.supervisor.words import agent_of, on_event_of, parse, run_folder
 
 _LIMITS = {
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         plan, folder = _plan(argv)
     except (ValueError, OSError) as error:
-        print(f"elastic: error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 2
     return Supervisor(plan, folder).run()
 
@@ -103,8 +104,15 @@ def _whole(text: str) -> int:
 _whole.__name__ = "whole number"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors quote words."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(public(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m mpitrain elastic",
         usage="python -m mpitrain elastic [options] -- mpirun ... python -m mpitrain ...",
         description="Start a job, and start it again on the hosts that answer, until the run has come to its end. The exit code is "

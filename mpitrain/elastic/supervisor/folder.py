@@ -12,6 +12,7 @@ from pathlib import Path
 from mpitrain.elastic import marks
 from mpitrain.elastic.lease import as_text, read_lease
 from mpitrain.elastic.marks import Alive, Done
+from mpitrain.elastic.supervisor.texts import public
 from mpitrain.monitor.record.files import adding, making, read_beginning, read_object, write_all
 
 FAILURE = "failure.txt"
@@ -87,7 +88,7 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 # A link is the ranks' own, to the other file.
                 file = self.path / (FAILURE if (self.path / name).is_symlink() else name)
-                return _printable(read_beginning(file).rstrip())
+                return public(read_beginning(file).rstrip(), lines=True)
         return ""
 
     def own_start(self) -> str | None:
@@ -140,8 +141,3 @@ class RunFolder:
                 if re.fullmatch(r"step-\d{8,}", entry.name):
                     found[entry.name] = entry.inode()
         return found
-
-
-def _printable(text: str) -> str:
-    """`collectives.texts.shown` of lines. That package needs more than the standard library."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -22,6 +22,7 @@ from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.remains import find_files, remove
 from mpitrain.elastic.supervisor.requests import Requests
+from mpitrain.elastic.supervisor.texts import public
 from mpitrain.elastic.supervisor.words import Command, resume_of
 from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import write_event
@@ -334,6 +335,6 @@ class Supervisor:
 
 
 def say(line: str, text: str = "") -> None:
-    """A line of the supervisor, and further text. A terminal that was closed must not end it."""
+    """A line of the supervisor, and further text that is `public`. A terminal that was closed must not end it."""
     with contextlib.suppress(OSError):
-        print(f"elastic: {line}", *([text] if text else []), sep="\n", file=sys.stderr, flush=True)
+        print(f"elastic: {public(line)}", *([text] if text else []), sep="\n", file=sys.stderr, flush=True)

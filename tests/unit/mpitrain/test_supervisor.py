@@ -15,10 +15,12 @@ from mpitrain.elastic import marks
 from mpitrain.elastic.marks import Alive, Done, Marks
 from mpitrain.elastic.supervisor import hosts, words
 from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent, probe, sweep
+from mpitrain.elastic.supervisor.command import main
 from mpitrain.elastic.supervisor.decisions import Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host
 from mpitrain.elastic.supervisor.limits import Limits, Watch
+from mpitrain.elastic.supervisor.supervisor import say
 from mpitrain.monitor.reading.events import read_events
 
 ROOT = Path(__file__).parents[3]
@@ -406,3 +408,30 @@ def test_without_enough_hosts_the_supervisor_waits_and_then_gives_up(tmp_path: P
     ], result.stderr
     (event,) = read_events(tmp_path)
     assert event["event"] == "failure" and event["problem"].endswith("none answers within 0.2 s")
+
+
+def test_errors_and_reports_have_no_secrets_and_no_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--", "https://u:S3CRET/x@h/\x1b[2Jrun"]) == 2
+    assert capsys.readouterr().err.startswith("elastic: error: https://***@h/\\x1b[2Jrun is not found: ")
+    with pytest.raises(SystemExit):
+        main(["https://u:S3CRET@h/\x1b[2Ja"])
+    assert "error: unrecognized arguments: https://***@h/\\x1b[2Ja\n" in capsys.readouterr().err
+    say("東京\u3000https://h/a?key=S3CRET \r")
+    assert capsys.readouterr().err == "elastic: 東京\u3000https://h/a?key=*** \\r\n"
+    folder = RunFolder(tmp_path)
+    folder.prepare("me")
+    (tmp_path / "failure.txt").write_text("now\n\tError: https://u:S3CRET@h/\x1b[2Ja\n")
+    assert folder.report_text() == "now\n\tError: https://***@h/\\x1b[2Ja"
+
+
+def test_the_supervisor_imports_the_standard_library_alone() -> None:
+    """-S: without the folder of packages."""
+    names = "{name.partition('.')[0] for name in sys.modules}"
+    code = f"import sys, mpitrain.elastic.supervisor.command; print({names} & {{'collectives', 'numpy'}})"
+    command = [sys.executable, "-S", "-c", code]
+    result = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30
+    )
+    assert (result.stdout, result.stderr) == ("set()\n", "")
