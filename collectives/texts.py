@@ -20,7 +20,8 @@ _CONTAINER = re.compile(r"(?:^|[^\w+.-])(?:abfss?|wasbs?)$", re.IGNORECASE)
 _LONGEST_SCHEME = 8
 _BUCKETS = re.compile(r"(?:^|[^\w+.-])(?:s3[an]?|gs|gcs|oss)$", re.IGNORECASE)
 """Schemes whose addresses have no port."""
-_PORT = re.compile(r"(?P<name>[^:@]*|\[[0-9A-Fa-f:.]*\]):(?P<port>\d{2,5})")
+_PORT = re.compile(r"(?P<name>[\w.-]+|\[[0-9A-Fa-f:.]*\]):(?P<port>\d{1,5})")
+_USUAL_PORT = re.compile(r"21|22|80|443|[1-9]\d{3,4}")  # other short numbers may begin a password
 _NUMERIC = re.compile(r"\d+\.\d+\.\d+\.\d+|localhost|\[[0-9A-Fa-f:.]*\]")
 _HOST = re.compile(rf"(?:(?:[\w-]+\.)+[A-Za-z]{{2,}}|{_NUMERIC.pattern})(?::\d+)?")
 """What looks like a host. Names without a dot do not tell."""
@@ -58,7 +59,7 @@ def without_secrets(text: str) -> str:
 
 def _public(found: re.Match[str]) -> str:
     rest, begin = found[0], found.start()
-    places = [0, *(each.end() - 3 for each in _NEXT.finditer(rest, 3)), len(rest)]
+    places = [0, *(each.end() - 3 for each in _NEXT.finditer(rest, 4)), len(rest)]
     scheme, text = found.string[max(begin - _LONGEST_SCHEME, 0) : begin], ""
     for at, end in pairwise(places):
         text += "://" + _without_user(scheme, rest[at + 3 : end])
@@ -86,9 +87,10 @@ def _is_of_path(scheme: str, address: str, authority: str, at: int) -> bool:
     after, slash, _ = address[at + 1 :].partition("/")
     if user:
         return port is not None or _HOST.fullmatch(host) is not None or not slash
-    if port is None or int(port["port"]) > 65535:
-        return host.startswith("[") and _NUMERIC.fullmatch(host) is not None
-    return _NUMERIC.fullmatch(port["name"]) is not None or not (slash and _HOST.fullmatch(after))
+    if _NUMERIC.fullmatch(host if port is None else port["name"]):
+        return True
+    is_port = port is not None and _USUAL_PORT.fullmatch(port["port"]) and address[len(authority)] == "/"
+    return bool(is_port) and not (slash and _HOST.fullmatch(after))
 
 
 def _without_parameters(text: str) -> str:
