@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+from collectives.texts import shown
 from fuzzing.target import Parts
 from fuzzing.verdict import fault
 from mpitrain.data import TarSamples
@@ -26,7 +27,7 @@ def read_shard(path: Path) -> None:
     cache = ShardCache(path.parent.with_name("output"), limit_bytes=_CACHE_BYTES)
     with cache.local(str(path), int(shards.sizes[0])) as local:
         reader, size = open_shard(local, path.name, kind_of(path.name)), local.stat().st_size
-    assert reader.remark.isprintable()
+    assert shown(reader.remark) == reader.remark
     documents, damages = _read(reader, 1 << 60)
     keys = [key for key, _ in documents]
     assert len(set(keys)) == len(keys)

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from collectives.texts import shown
 from fuzzing.mutation import mutate_bytes, mutate_value
 
 Special = Callable[[Path], object]
@@ -109,7 +110,7 @@ def command(main: Callable[[list[str]], int | None], words: Sequence[object]) ->
                 err.write(end.code + "\n")
     printed, complaint = out.getvalue(), err.getvalue()
     assert "Traceback (most" not in complaint, complaint[-2000:]
-    odd = [line for line in (printed + "\n" + complaint).splitlines() if not line.replace("\t", "").isprintable()]
+    odd = [line for line in (printed + "\n" + complaint).splitlines() if shown(line, lines=True) != line]
     assert not odd, f"control characters: {odd[0]!r:.300}"
     if code:
         lines = complaint.strip().splitlines()

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 import ckpt
+from collectives.texts import shown
 from fuzzing.target import RefusedError
 
 MAX_MESSAGE = 2000
@@ -21,7 +22,7 @@ def fault(error: BaseException, expected: tuple[type[Exception], ...]) -> str | 
         if not _is_raised_by_project(error.__traceback__) and not _names_a_file(error):
             return f"{type(error).__name__}, which something else than the project has raised"
     message = str(error)
-    if not message or not message.isprintable():
+    if not message or shown(message) != message:
         return f"a message that is not one line: {message!r:.300}"
     return None if len(message) <= MAX_MESSAGE else f"a message of {len(message)} characters"
 

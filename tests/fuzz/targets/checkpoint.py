@@ -15,6 +15,7 @@ from thread_ranks import on_ranks
 
 import ckpt
 from ckpt.format.manifest import FILE_NAME
+from collectives.texts import shown
 
 _DAMAGES_TEXT = "damaged text"  # a part that is no file: a line of the manifest is damaged as text
 
@@ -64,11 +65,11 @@ class Checkpoint(Target):
     def read(self, folder: Path) -> None:
         path = folder / "a"
         (listed,) = ckpt.list_checkpoints(folder)
-        assert listed.problem is None or listed.problem.isprintable()
+        assert listed.problem is None or shown(listed.problem) == listed.problem
         checkpoint = ckpt.open(path)
         on_disk = sum(part.stat().st_size for part in path.iterdir())
         damages = ckpt.verify(path, threads=1)
-        assert all(str(damage).isprintable() for damage in damages)
+        assert all(shown(text) == text for text in map(str, damages))
         for entry in checkpoint.values():
             assert entry.nbytes <= on_disk
             for check in (False, True):

@@ -13,6 +13,7 @@ import hostile_runs
 from fuzzing.target import Files, Parts, RefusedError, Special, Target, command
 from fuzzing.verdict import fault
 
+from collectives.texts import shown
 from mpitrain.cli import main
 from mpitrain.config import of_run
 from mpitrain.elastic import marks
@@ -169,7 +170,8 @@ def _read_marks(run: Path) -> None:
     folder = RunFolder(run)
     folder.sign_of_life()
     folder.break_lock(marks.read_alive(run))
-    assert folder.report_text().replace("\n", "").replace("\t", "").isprintable()
+    report = folder.report_text()
+    assert shown(report, lines=True) == report
 
 
 def _answer(words: list[str]) -> int:
