@@ -105,10 +105,9 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
     if len(set(public)) < len(public):
         same = next(each for each in public if public.count(each) > 1)
         raise ValueError(f"data: {same} names two shards, whose addresses differ in a secret alone")
-    folder, names = _in_their_folder(public)
     sizes = np.array([found[path].size for path in paths], np.int64)
     versions = {path: its.version for path, its in found.items() if its.version}
-    return ShardList(folder, names, tuple(paths), sizes, checksums, versions)
+    return ShardList(*_in_their_folder(public), tuple(paths), sizes, checksums, versions)
 
 
 def public_names(folder: str, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:

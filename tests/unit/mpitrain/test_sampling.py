@@ -94,6 +94,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("data", [], "$.data"),
     ("data", {"fingerprint": "x", "next_sample": 0.5}, "$.data.next_sample"),
     ("health", {"left_out": [[0, 1 << 60]]}, "$.health.left_out"),
+    ("health", {"left_out": [[0, 1]] * 70_000}, "$.health.left_out"),
     ("stepper", {"scaler": {"scale": 0, "good_steps": 0, "skipped_steps": 0}}, "$.stepper.scaler.scale"),
 ]
 
