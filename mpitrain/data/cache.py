@@ -28,7 +28,7 @@ from pathlib import Path
 import ckpt
 from collectives.texts import without_secrets
 from mpitrain.data.checksums import difference
-from mpitrain.data.documents import DamagedShardError, is_compressed
+from mpitrain.data.documents import DamagedShardError, ending_of, is_compressed
 
 _PIECE_BYTES = 1 << 20
 _ZST_PIECE_BYTES = 4 << 10  # so that what a piece unpacks to fits into memory
@@ -221,7 +221,7 @@ def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 def _unpacked(shard: str, packed: Path) -> Iterator[bytes]:
     """The contents of a compressed file, piece by piece. DamagedShardError if it is damaged or cut off."""
     try:
-        yield from _of_zst(shard, packed) if shard.lower().endswith(".zst") else _of_gz(packed)
+        yield from _of_zst(shard, packed) if ending_of(shard).lower().endswith(".zst") else _of_gz(packed)
     except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
         raise DamagedShardError(f"{shard}: it cannot be unpacked: {error}") from None
 

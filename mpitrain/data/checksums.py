@@ -5,13 +5,15 @@ import os
 import re
 from pathlib import Path
 
+from mpitrain.data.documents.kinds import ending_of
+
 _BYTES = {"sha256": 32, "md5": 16}
 _LINE = re.compile(r"([0-9a-fA-F]+) [ *](.+)")  # "*": read as a binary file
 
 
 def is_checksum_list(name: str) -> bool:
     """Whether a name of `data.path` is that of such a list: the ending decides."""
-    return name.rpartition(".")[2] in _BYTES
+    return ending_of(name).rpartition(".")[2] in _BYTES
 
 
 def read_checksums(list_name: str, data: bytes) -> dict[str, bytes]:
@@ -19,7 +21,7 @@ def read_checksums(list_name: str, data: bytes) -> dict[str, bytes]:
 
     ValueError for a line that is none, a name that leads out of the folder, or one that comes twice.
     """
-    kind = list_name.rpartition(".")[2]
+    kind = ending_of(list_name).rpartition(".")[2]
     found: dict[str, bytes] = {}
     for number, line in enumerate(os.fsdecode(data).split("\n"), start=1):
         line = line.removesuffix("\r")

@@ -52,8 +52,8 @@ class OpenShards:
         `says`: whether this process is one that tells of the shard: several read it.
         DamagedShardError or OSError if the shard cannot be read.
         """
-        if self._kind is None and is_compressed(self._shards.names[shard]):
-            begin, end = 0, _NO_END
+        if self._kind is None and is_compressed(self._shards.paths[shard]):  # a name may hide a part of its address
+            begin, end = (_NO_END if begin else 0), _NO_END
         reader = self._reader(shard)
         if reader.remark and says and self._say is not None:
             self._say(
@@ -66,7 +66,9 @@ class OpenShards:
         if shard not in self._open:
             name = self._shards.names[shard]
             with self._local(self._shards.paths[shard], int(self._shards.sizes[shard])) as path:
-                self._open[shard] = open_shard(path, name, self._kind or kind_of(name), self._field)
+                self._open[shard] = open_shard(
+                    path, name, self._kind or kind_of(self._shards.paths[shard]), self._field
+                )
             while len(self._open) > _NUM_OPEN:
                 self._open.popitem(last=False)  # its map stays while somebody reads it
         self._open.move_to_end(shard)

@@ -23,6 +23,7 @@ import ckpt
 from ckpt.storage.file_info import FileInfo
 from collectives.texts import without_secrets
 from mpitrain.data.checksums import is_checksum_list, read_checksums
+from mpitrain.data.documents import ending_of
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -141,7 +142,7 @@ def _choices(inside: str, pattern: str) -> list[str]:
 
 def _of_checksum_list(list_path: str) -> dict[str, bytes]:
     """The paths or URLs that a list names, with their checksums."""
-    folder = list_path.rpartition("/")[0]
+    folder = ending_of(list_path).rpartition("/")[0]
     try:
         data = ckpt.Url(list_path).read() if "://" in list_path else Path(list_path).read_bytes()
     except OSError as error:

@@ -4,7 +4,7 @@ A reader maps a file into memory. Its `cut(begin, end)` returns the documents wh
 So the parts of a shard can be counted from its size alone, before it is opened. Names are keys, and never paths: nothing is unpacked.
 """
 
-from mpitrain.data.documents.kinds import Kind, is_compressed, kind_of, open_shard
+from mpitrain.data.documents.kinds import Kind, ending_of, is_compressed, kind_of, open_shard
 from mpitrain.data.documents.reading import (
     Cut,
     DamagedSampleError,
@@ -21,6 +21,7 @@ __all__ = [
     "Kind",
     "Reader",
     "checked_text",
+    "ending_of",
     "is_compressed",
     "kind_of",
     "open_shard",

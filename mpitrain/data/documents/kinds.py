@@ -1,5 +1,6 @@
 """Which reader opens a shard: the ending of its name decides."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -13,15 +14,32 @@ Kind = Literal["tar", "lines", "parquet", "text"]
 
 _SUFFIXES: dict[str, Kind] = {
     ".tar": "tar", ".parquet": "parquet",
-    ".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".jsonlines": "lines", ".ldjson": "lines", ".jl": "lines",
+    ".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".jsonlines": "lines", ".ldjson": "lines",
 }  # fmt: skip
 COMPRESSED = (".gz", ".zst")
 """Endings after that of the kind: such a shard is unpacked before it is read."""
 
+_KNOWN = (*_SUFFIXES, *COMPRESSED, ".tgz", ".sha256", ".md5")  # the last two: see checksums.py
+_QUERY_OR_FRAGMENT = re.compile(r"[?#].*", re.DOTALL)  # of http
+_QUERY = re.compile(r"\?.*", re.DOTALL)  # of others: # is a usual character in their names
+_OF_NAME = re.compile(r"(\?|#\*\*\*$).*", re.DOTALL)  # of a shard's name in its list, of which secrets are hidden
+
+
+def ending_of(name: str) -> str:
+    """A name, path or address up to the ending that tells what is in the file: without what follows the path of an address.
+
+    If the path has no known ending, but the query ends in one, as in https://host/get?file=a.jsonl, it is all up to there.
+    """
+    scheme, is_address, _ = name.partition("://")
+    is_web = scheme.lower().rpartition("::")[2] in ("http", "https")
+    rest = (_QUERY_OR_FRAGMENT if is_web else _QUERY) if is_address else _OF_NAME
+    path, whole = rest.sub("", name), name.partition("#")[0] if is_web else name
+    return whole if whole.lower().endswith(_KNOWN) and not path.lower().endswith(_KNOWN) else path
+
 
 def kind_of(name: str) -> Kind:
-    """The kind of a shard with this name, in small or capital letters. Files with other endings are texts."""
-    name = name.lower()
+    """The kind of a shard with this name or address, in small or capital letters. Files with other endings are texts."""
+    name = ending_of(name).lower()
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
     if name.endswith(".tgz"):
@@ -31,7 +49,7 @@ def kind_of(name: str) -> Kind:
 
 def is_compressed(name: str) -> bool:
     """Whether a shard must be unpacked as a whole before any part of it can be read."""
-    return name.lower().endswith((*COMPRESSED, ".tgz"))
+    return ending_of(name).lower().endswith((*COMPRESSED, ".tgz"))
 
 
 def open_shard(path: Path, name: str, kind: Kind, field: str | None = None) -> Reader:

@@ -99,8 +99,8 @@ def cuts_of(piece: Piece, opened: OpenShards) -> Iterator[Cut]:
 
 
 def _parts(origin: Origin, limit: int) -> Iterator[Part]:
-    for shard, (name, size) in enumerate(zip(origin.shards.names, origin.shards.sizes.tolist(), strict=True)):
-        step = size if is_compressed(name) and origin.kind is None else limit
+    for shard, (path, size) in enumerate(zip(origin.shards.paths, origin.shards.sizes.tolist(), strict=True)):
+        step = size if is_compressed(path) and origin.kind is None else limit
         yield from (Part(shard, begin, min(begin + step, size)) for begin in range(0, size, step))
 
 

@@ -6,14 +6,19 @@ import os
 import resource
 import tarfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from collectives.texts import without_secrets
 from mpitrain.data.documents import DamagedSampleError, DamagedShardError, Reader, kind_of, open_shard
 from mpitrain.data.documents.kinds import is_compressed
 from mpitrain.data.documents.reading import MappedFile
 from mpitrain.data.documents.text import MOST_BYTES
+from mpitrain.data.open_shards import OpenShards
+from mpitrain.data.shards import ShardList
 
 SAMPLES = {f"{number:04}": b"text of %d\n" % number * number for number in range(20)}
 
@@ -278,6 +283,45 @@ def test_kinds() -> None:
     assert {name: kind_of(name) for name in names} == names
     assert kind_of("a.ndjson") == "lines" and kind_of("notes.md") == kind_of("README") == "text"
     assert [is_compressed(name) for name in names] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "packed"),
+    [
+        ("https://huggingface.co/o/resolve/main/a.jsonl?download=true", "lines", False),
+        ("https://b.s3.amazonaws.com/a.jsonl.gz?X-Amz-Credential=k/2026/s3&X-Amz-Signature=0", "lines", True),
+        ("http://h/a.tgz#part", "tar", True),
+        ("http://h/a.parquet?to=b.jsonl.gz", "parquet", False),
+        ("https://h/get?f=p-0.jsonl", "lines", False),
+        ("https://h/get?f=p-0.jsonl.zst#1", "lines", True),
+        ("https://h/notes.md?x=1", "text", False),
+        ("simplecache::https://h/a.tar?x=1", "tar", False),
+        ("s3://b/part#1.jsonl", "lines", False),
+        ("s3://b/a.jsonl#1", "text", False),
+        ("s3://b/what?.jsonl.gz", "lines", True),
+        ("s3://b/a.tar?versionId=1", "tar", False),
+        # names in lists
+        ("a.jsonl.gz?X-Amz-Signature=***", "lines", True),
+        ("a.tar#***", "tar", False),
+        ("get?name=p-0.jsonl", "lines", False),
+        ("part#1.jsonl", "lines", False),
+    ],
+)
+def test_kinds_of_addresses(name: str, kind: str, packed: bool) -> None:
+    assert (kind_of(name), is_compressed(name)) == (kind, packed)
+
+
+@pytest.mark.parametrize("query", ["a.jsonl{}?Signature=1", "get?f=a.jsonl{}"])
+@pytest.mark.parametrize("packing", ["", ".gz"])
+def test_an_address_is_read_by_the_ending_of_its_path(tmp_path: Path, query: str, packing: str) -> None:
+    """Whatever chunks a list of names without the secrets of their addresses leads to, each document comes once."""
+    lines = b"".join(b'{"text": "%d"}\n' % number for number in range(9))
+    (tmp_path / "a").write_bytes(lines)
+    path = f"https://h/{query.format(packing)}"
+    shards = ShardList("https://h", (without_secrets(path)[10:],), (path,), np.array([len(lines)]))
+    opened = OpenShards(shards, lambda path, size: nullcontext(tmp_path / "a"))
+    cuts = [opened.cut(0, begin, begin + 50) for begin in range(0, len(lines), 50)]
+    assert [cut.text(index) for cut in cuts for index in range(len(cut))] == [b"%d" % number for number in range(9)]
 
 
 def test_more_files_than_the_soft_limit_are_mapped(tmp_path: Path) -> None:

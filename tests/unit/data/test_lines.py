@@ -93,12 +93,13 @@ def test_what_is_no_json_stays_a_damaged_sample(tmp_path: Path, line: bytes) -> 
         cut.text(1)
 
 
-@pytest.mark.parametrize("ending", ["json", "jsonl", "ndjson", "jsonlines", "ldjson", "jl", "JSON", "JsonL"])
+@pytest.mark.parametrize("ending", ["json", "jsonl", "ndjson", "jsonlines", "ldjson", "JSON", "JsonL"])
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst", ".GZ"])
 def test_names(ending: str, packing: str) -> None:
     name = f"c4-train.00000-of-01024.{ending}{packing}"
     assert kind_of(name) == "lines" and is_compressed(name) == bool(packing)
     assert has_documents(DataConfig(path=(f"/data/{name}",)))
+    assert kind_of("of_julia.jl") == "text"
     assert kind_of("A.TAR.GZ") == kind_of("a.TGZ") == "tar" and kind_of("A.Parquet") == "parquet"
 
 

@@ -21,6 +21,9 @@ from run_with_secrets import SECRETS
 import ckpt
 from collectives.texts import shown, without_secrets
 from mpitrain.config import Config, ConfigError, LogConfig, hidden, of_run, parse, public, to_toml
+from mpitrain.data.cache import ShardCache
+from mpitrain.data.open_shards import OpenShards
+from mpitrain.data.shards import list_shards
 from mpitrain.elastic.supervisor.words import on_event_of
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -87,6 +90,13 @@ def test_twelve_secrets_are_in_no_artefact_of_a_run(tmp_path: Path, address: str
     for name in (name for name in checkpoint if name.startswith("data/") and checkpoint[name].dtype.name == "uint8"):
         assert b"S3CRET" not in zlib.decompress(checkpoint[name].read().tobytes()), name
     assert "on_event" not in checkpoint.meta["config"] and "http://***@127.0.0.1" in checkpoint.meta["config"]
+
+
+def test_an_address_with_a_signature_has_documents(tmp_path: Path, address: str) -> None:
+    pytest.importorskip("aiohttp")
+    shards = list_shards([f"{address}/b.jsonl?X-Amz-Signature={SECRETS[11]}&part=1"])
+    cut = OpenShards(shards, ShardCache(tmp_path / "cache").local).cut(0, 0, 1 << 30)
+    assert len(cut) == 60 and cut.text(0) == b"words of b, number 0. " * 5
 
 
 @pytest.mark.parametrize(
