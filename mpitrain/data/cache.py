@@ -136,9 +136,12 @@ class ShardCache:
         return difference(packed, self._checksums[shard]) if shard in self._checksums else ""
 
     def _replaced(self, shard: str, version: str) -> str:
-        """Whether a store has given other bytes than it has listed; "" if not, or if it says nothing of versions."""
+        """Whether a store has given other bytes than it has listed; "" if not, or if it says nothing of versions.
+
+        OSError if it does not answer.
+        """
         listed = self._versions.get(shard, "")
-        if not listed or version in ("", listed) or _has_version(ckpt.Url(shard), listed):
+        if not listed or version in ("", listed) or _has_version(shard, listed, self._patience_s):
             return ""
         return f"it was replaced since the start: expected version {listed} as listed, got {version}; start again"
 
@@ -181,12 +184,23 @@ class ShardCache:
                 used -= size
 
 
-def _has_version(url: ckpt.Url, version: str) -> bool:
-    """Whether a store still gives this version of a file. Some give another one in a list than of the file alone."""
-    with suppress(OSError):
-        its = url.parent.infos().get(url.name)
-        return version in (url.info().version, its.version if its is not None else "")
-    return False
+def _has_version(shard: str, version: str, patience_s: float) -> bool:
+    """Whether a store still gives this version of a file. Some give another one in a list than of the file alone.
+
+    OSError if the store does not tell within `patience_s`.
+    """
+    url = ckpt.Url(shard)
+
+    def in_list() -> str:
+        try:
+            its = url.parent.infos().get(url.name)
+        except (FileNotFoundError, PermissionError):  # a web server need not list its folders
+            return ""
+        return its.version if its is not None else ""
+
+    return _again(lambda: url.info().version, shard, patience_s) == version or (
+        _again(in_list, shard, patience_s) == version
+    )
 
 
 def _make_private(folder: Path) -> None:

@@ -17,6 +17,7 @@ from launching import ROOT
 from s3_server import Fault, S3Server
 
 from ckpt import Url
+from ckpt.storage.file_info import FileInfo
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedShardError
 from mpitrain.data.shards import list_shards
@@ -96,6 +97,39 @@ def test_a_store_that_says_two_versions_of_a_file(tmp_path: Path, bucket: str, m
     whole = Url.download
     monkeypatch.setattr(Url, "download", lambda *args, **known: whole(*args, **known) + " as it is downloaded")
     assert read(ShardCache(tmp_path, versions=shards.versions), shards.paths[0], len(DATA) + 1) == DATA + b"\x01"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError, OSError, None])
+def test_a_store_that_tells_versions_but_no_list(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, error: type[OSError] | None
+) -> None:
+    """As most web servers. `error`: of its list; None: of the first question for the version of a file, which is asked again."""
+    shards = list_shards([f"{bucket}/1.tar"])
+    whole, info, asked = Url.download, Url.info, list[Url]()
+
+    def no_list(self: Url) -> None:
+        raise (error or FileNotFoundError)("no list")
+
+    def busy(self: Url) -> FileInfo:
+        asked.append(self)
+        if error is None and len(asked) == 1:
+            raise OSError("503")
+        return info(self)
+
+    monkeypatch.setattr("mpitrain.data.cache._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(Url, "download", lambda *args, **known: whole(*args, **known) + " as it is downloaded")
+    monkeypatch.setattr(Url, "infos", no_list)
+    monkeypatch.setattr(Url, "info", busy)
+    cache = ShardCache(tmp_path / "1", versions=shards.versions, patience_s=0.05)
+    assert read(cache, shards.paths[0], len(DATA) + 1) == DATA + b"\x01"
+    other = ShardCache(tmp_path / "2", versions={shards.paths[0]: "an old version"}, patience_s=0.05)
+    expected = (
+        (OSError, "cannot be fetched within 0.05 s: no list")
+        if error is OSError
+        else (DamagedShardError, "was replaced")
+    )
+    with pytest.raises(expected[0], match=expected[1]):
+        read(other, shards.paths[0], len(DATA) + 1)
 
 
 def test_a_compressed_file_that_was_replaced_by_one_of_the_same_size_and_time(tmp_path: Path) -> None:
