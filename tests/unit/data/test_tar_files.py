@@ -363,3 +363,21 @@ def test_readers_of_parts_agree_with_the_whole(tmp_path: Path) -> None:
         found = [(cut.key(index), cut.text(index)) for cut in cuts for index in range(len(cut))]
         assert len(found) == 60 and dict(found) == expected
     assert len(read(path)) == 60
+
+
+@pytest.mark.parametrize("number", [1, 600])
+def test_checksums_of_signed_bytes(tmp_path: Path, number: int) -> None:
+    """Old programs write them. A checksum that is neither of the two sums is an error."""
+    names = [f"{index:03}-\u00e9t\u00e9" for index in range(number)]
+    data = bytearray(tar_of(tmp_path / "a.tar", [entry(f"{name}.txt", name.encode()) for name in names]).read_bytes())
+    for at in range(0, 2 * number * BLOCK, 2 * BLOCK):
+        header = data[at : at + 148] + b" " * 8 + data[at + 156 : at + BLOCK]
+        data[at + 148 : at + 156] = b"%06o\0 " % sum(byte - 256 * (byte > 127) for byte in header)
+    (tmp_path / "a.tar").write_bytes(data)
+    with tarfile.open(tmp_path / "a.tar") as file:
+        assert file.getnames() == [f"{name}.txt" for name in names]
+    assert read(tmp_path / "a.tar") == {name: {"txt": name.encode()} for name in names}
+    data[0] += 1
+    (tmp_path / "a.tar").write_bytes(data)
+    with pytest.raises(DamagedShardError, match="header at byte 0 is damaged: its checksum is wrong"):
+        read(tmp_path / "a.tar")

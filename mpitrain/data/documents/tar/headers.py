@@ -240,10 +240,10 @@ def checked(file: MappedFile, headers: np.ndarray) -> Iterator[tuple[np.ndarray,
         places = headers[first : first + _PIECE]
         blocks = whole.take(places // BLOCK, axis=0)
         sums = blocks.sum(axis=1, dtype=np.uint32) - blocks[:, 148:156].sum(axis=1, dtype=np.uint32) + 8 * 32
-        digits = blocks[:, 148:154].astype(np.int64) - ord("0")  # the usual form; `number` knows the others
-        is_right = ((digits >= 0) & (digits < 8)).all(axis=1) & (digits @ 8 ** np.arange(5, -1, -1) == sums)
-        for index in np.flatnonzero(~is_right).tolist():
-            if number(blocks[index, 148:156].tobytes()) != sums[index]:
+        digits = blocks[:, 148:154].astype(np.int64) - ord("0")  # the usual form; `is_header` knows the others
+        is_usual = ((digits >= 0) & (digits < 8)).all(axis=1) & (digits @ 8 ** np.arange(5, -1, -1) == sums)
+        for index in np.flatnonzero(~is_usual).tolist():
+            if not is_header(blocks[index].tobytes()):
                 raise DamagedShardError(
                     f"{file.name}: the tar header at byte {places[index]} is damaged: its checksum is wrong"
                 )

@@ -15,8 +15,15 @@ def number(field: bytes) -> int:
 
 
 def is_header(block: bytes) -> bool:
-    """Whether these bytes are a header: their sum, with spaces in the checksum's place, is the checksum."""
-    return len(block) == BLOCK and number(block[148:156]) == sum(block) - sum(block[148:156]) + 8 * 32
+    """Whether these bytes are a header: their sum, with spaces in the checksum's place, is the checksum.
+
+    Some old programs have added the bytes as signed numbers: theirs differs for names with bytes above 0x7f.
+    """
+    if len(block) != BLOCK:
+        return False
+    found, rest = number(block[148:156]), block[:148] + block[156:]
+    total = sum(rest) + 8 * 32
+    return found >= 0 and found in (total, total - 256 * sum(byte > 0x7F for byte in rest))
 
 
 def short_name(header: bytes) -> bytes:
