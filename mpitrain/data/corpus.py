@@ -72,7 +72,12 @@ class Listing:
 
 
 def scan(
-    paths: Sequence[str], suffixes: Sequence[str] = (), heldout: float = 0.05, *, follow_links: bool = False
+    paths: Sequence[str],
+    suffixes: Sequence[str] = (),
+    heldout: float = 0.05,
+    *,
+    follow_links: bool = False,
+    field: str | None = None,
 ) -> Listing:
     """List a corpus and split it. The function reads names and sizes, and the first 4 KiB of files.
 
@@ -86,6 +91,7 @@ def scan(
             like text (no zero byte in the first 4 KiB); of the standard library `.py`.
         heldout: the held-out share of the data, 0 up to, but not including, 1.
         follow_links: whether files in folders may be links that lead out of the folder (see folders.py).
+        field: by which JSON Lines are known as documents; None: "text".
 
     Raises:
         ValueError: a path that is missing or not readable, nothing found, a share out of range, links that lead out of a folder, a file
@@ -94,7 +100,7 @@ def scan(
     if not 0 <= heldout < 1:
         raise ValueError(f"data.heldout: expected at least 0 and less than 1, got {heldout}")
     remarks: list[str] = []
-    files = _list_files(paths, suffixes, follow_links, remarks)
+    files = _list_files(paths, suffixes, follow_links, field or "text", remarks)
     if not files:
         where = ", ".join(paths) or _STDLIB
         wanted = f"files ending in {', '.join(suffixes)}" if suffixes else "text files"
@@ -140,7 +146,9 @@ def read_into(part: Part, buffer: np.ndarray) -> None:
         at += count + 1
 
 
-def _list_files(paths: Sequence[str], suffixes: Sequence[str], follow_links: bool, remarks: list[str]) -> list[Piece]:
+def _list_files(
+    paths: Sequence[str], suffixes: Sequence[str], follow_links: bool, field: str, remarks: list[str]
+) -> list[Piece]:
     """The files of the corpus, whole, in the order of `paths`, within a folder by name. Empty files are dropped."""
     default = not paths
     files: dict[str, Piece] = {}
@@ -151,7 +159,14 @@ def _list_files(paths: Sequence[str], suffixes: Sequence[str], follow_links: boo
         if root.is_dir():
             wanted = tuple(suffixes) or ((".py",) if default else ())
             skipped = _STDLIB_SKIPPED if default else frozenset()
-            found = files_of(root, wanted, skipped=skipped, follow_links=follow_links or default, say=remarks.append)
+            found = files_of(
+                root,
+                wanted,
+                skipped=skipped,
+                follow_links=follow_links or default,
+                field=field,
+                say=remarks.append,
+            )
         else:
             found = [TextFile(root.name, root, root.stat().st_size).looked_into()]
         for name, path, size, is_json in found:
@@ -161,7 +176,8 @@ def _list_files(paths: Sequence[str], suffixes: Sequence[str], follow_links: boo
                 real = os.path.realpath(path)
                 files.setdefault(real, Piece(name, path, size, 0, size))
                 of_json |= {real: path} if is_json else {}
-    if of_json:
+    json_bytes = sum(files[real].file_bytes for real in of_json)
+    if 2 * json_bytes > sum(file.file_bytes for file in files.values()):  # settings in JSON are beside most programs
         remarks.append(json_remark(list(of_json.values())))
     return list(files.values())
 

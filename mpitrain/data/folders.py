@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives.texts import shown
-from mpitrain.data.documents.heads import HEAD_BYTES, begins_with_json, is_json_lines, other_format
+from mpitrain.data.documents.heads import HEAD_BYTES, are_documents, begins_with_json, is_json_lines, other_format
 from mpitrain.data.documents.kinds import is_compressed, kind_of
 
 
@@ -27,9 +27,9 @@ class TextFile(NamedTuple):
     size: int
     is_json: bool = False
 
-    def looked_into(self) -> "TextFile":
+    def looked_into(self, head: bytes | None = None) -> "TextFile":
         """The file with what its first bytes say. ValueError if it is of another format, or cannot be read."""
-        head = _head_of(self.path)
+        head = _head_of(self.path) if head is None else head
         if other := other_format(head):
             raise ValueError(f"data.path: expected text, got {self.path}, which is {other}")
         return self._replace(is_json=begins_with_json(head))
@@ -41,6 +41,7 @@ def files_of(
     *,
     skipped: frozenset[str],
     follow_links: bool,
+    field: str,
     say: Callable[[str], object],
 ) -> list[TextFile]:
     """The files of a folder that are not empty, by name.
@@ -50,15 +51,16 @@ def files_of(
         suffixes: the endings of the files that are taken. Empty: those that look like text (no zero byte in the first 4 KiB).
         skipped: names of folders that are left out.
         follow_links: whether links may lead out of the folder.
+        field: of the text, if a file has JSON Lines.
         say: gets lines about what is left out.
 
     Raises:
         ValueError: links that lead out of the folder, a file that cannot be read, or more bytes in shards of documents than in texts.
     """
     links = _Links(root)
-    found = [file for file in _walk(root, skipped, links, suffixes) if file.size]
+    found = sorted(file for file in _walk(root, skipped, links, suffixes) if file.size)
     links.check(say, follow_links)
-    return [file.looked_into() for file in sorted(found)] if suffixes else _texts(root, sorted(found), say)
+    return [file.looked_into(head) for file, head in _heads(found)] if suffixes else _texts(root, found, field, say)
 
 
 def _head_of(path: Path) -> bytes:
@@ -68,6 +70,18 @@ def _head_of(path: Path) -> bytes:
             return file.read(HEAD_BYTES)
     except OSError as error:
         raise ValueError(f"data.path: {path} cannot be read: {error.strerror or error}") from error
+
+
+def _heads(files: list[TextFile]) -> Iterator[tuple[TextFile, bytes]]:
+    """The first bytes of the files that are still there."""
+    for file in files:
+        try:
+            head = _head_of(file.path)
+        except ValueError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                continue
+            raise
+        yield file, head
 
 
 class _Links:
@@ -121,6 +135,8 @@ class _Links:
 
 def _walk(root: Path, skipped: frozenset[str], links: _Links, suffixes: tuple[str, ...]) -> Iterator[TextFile]:
     def fail(error: OSError) -> None:
+        if isinstance(error, FileNotFoundError):  # it was there a moment ago
+            return
         raise ValueError(f"data.path: {error.filename} cannot be read: {error.strerror or error}") from error
 
     for folder, below, names in os.walk(root, onerror=fail):
@@ -133,26 +149,42 @@ def _walk(root: Path, skipped: frozenset[str], links: _Links, suffixes: tuple[st
             inside = os.path.relpath(path, root)
             if name.startswith(".") or not inside.endswith(suffixes or ""):
                 continue
-            its = os.lstat(path)
+            try:
+                its = os.lstat(path)
+            except FileNotFoundError:
+                continue
             is_link = stat.S_ISLNK(its.st_mode)
             size = links.size_of(path) if is_link else its.st_size
             if size is not None and (is_link or stat.S_ISREG(its.st_mode)):
                 yield TextFile(inside, Path(path), size)
 
 
-def _texts(root: Path, files: list[TextFile], say: Callable[[str], object]) -> list[TextFile]:
+def _texts(root: Path, files: list[TextFile], field: str, say: Callable[[str], object]) -> list[TextFile]:
     """The files that look like text. ValueError if shards of documents have more bytes than they."""
     texts, left_out, lines, text_bytes = list[TextFile](), list[TextFile](), list[TextFile](), 0
-    for file in files:
-        head, kind = _head_of(file.path), kind_of(file.name)
-        if b"\0" in head or other_format(head):
-            left_out += [file] * (is_compressed(file.name) or kind in ("tar", "parquet"))
+    others = list[TextFile]()
+    for file, head in _heads(files):
+        kind, other = kind_of(file.name), other_format(head)
+        if b"\0" in head or other:
+            if kind != "text":
+                left_out.append(file)
+            elif other:
+                others.append(file)
             continue
         texts.append(file._replace(is_json=begins_with_json(head)))
-        if kind == "lines" and is_json_lines(head):
+        # Programs have their settings, words and maps in .json, too.
+        if (
+            kind == "lines"
+            and is_json_lines(head)
+            and (file.path.suffix.lower() != ".json" or are_documents(head, field))
+        ):
             lines.append(file)
         else:
             text_bytes += file.size
+    if others:
+        say(
+            f"{root} has {_number(others, 'file')} of other formats than text, left out, the first one {shown(others[0].name)}"
+        )
     shards = [*left_out, *lines]
     if not shards:
         return texts

@@ -102,7 +102,7 @@ def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Cor
     """List the files on rank 0, read them on one rank of each node. Collective; ValueError on all ranks if that fails."""
 
     def listed() -> Listing:
-        scanned = partial(scan, config.path, config.suffixes, follow_links=config.follow_links)
+        scanned = partial(scan, config.path, config.suffixes, follow_links=config.follow_links, field=config.field)
         listing = scanned(heldout=config.heldout)
         for remark in listing.remarks:
             say_remark(remark)

@@ -18,8 +18,10 @@ _MAGIC = {
     b"\x89HDF\r\n\x1a\n": "an HDF5 file, without the ending .h5",
     b"\x93NUMPY": "a NumPy file, without the ending .npy",
     b"ARROW1\0\0": "an Arrow file, which is not read; expected .parquet",
+    b"\xff\xff\xff\xff": "a stream of Arrow, which is not read; expected .parquet",
 }
 _BZIP2 = re.compile(rb"BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90)")
+_STRING_OR_BRACKET = re.compile(rb'("(?:[^"\\]|\\.)*")(\s*:)?|[\[\]{}]')
 _JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\{\s*["}]|\[\s*[{"])')
 
 
@@ -51,3 +53,18 @@ def is_json_lines(head: bytes) -> bool:
     except (msgspec.MsgspecError, RecursionError):
         return b"NaN" in first or b"Infinity" in first
     return True
+
+
+def are_documents(head: bytes, field: str) -> bool:
+    """Whether JSON Lines are documents, and not one object of a program in one line: by a second object, or the field of the text."""
+    first, _, rest = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
+    if rest.lstrip().startswith(b"{"):
+        return True
+    key, depth = b'"' + field.encode() + b'"', 0
+    for found in _STRING_OR_BRACKET.finditer(first):
+        if found[1]:
+            if depth == 1 and found[2] and found[1] == key:
+                return True
+        else:
+            depth += 1 if found[0] in b"[{" else -1
+    return False

@@ -67,7 +67,7 @@ def find(config: DataConfig) -> list[Origin]:
         raise ConfigError(f"data.path: expected text or shards of documents, got files of tokens: {config.path[0]}")
     if has_documents(config):
         return [Origin(each.name, list_shards(each.path), each.field) for each in config.document_sources]
-    listing = scan(config.path, config.suffixes, heldout=0.0, follow_links=config.follow_links)
+    listing = scan(config.path, config.suffixes, heldout=0.0, follow_links=config.follow_links, field=config.field)
     for remark in listing.remarks:
         say_remark(remark)
     files = listing.train.pieces

@@ -1,13 +1,15 @@
 """Folders of text: links that lead out of them, shards of documents in them, and what is told of both."""
 
+import bz2
 import gzip
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mpitrain.data import read_into, scan
+from mpitrain.data import folders, read_into, scan
 from mpitrain.data.corpus import Listing
 
 
@@ -114,9 +116,8 @@ def test_shards_in_a_folder(folder: Path) -> None:
     (folder / "d.jsonl").write_text('{"text": "d"}\n' * 3)
     (folder / "package.json").write_text('{\n  "name": "p"\n}\n')
     listing = scanned(folder)
-    left_out, as_text = listing.remarks
+    (left_out,) = listing.remarks
     assert f"{folder} has 1 shard of documents, left out, the first one inner/c.jsonl.gz" in left_out
-    assert f"2 files of text begin with JSON, the first one {folder}/d.jsonl" in as_text
     assert text_of(listing).count(b"\0") == 5
     (folder / "d.jsonl").write_text('{"text": "d"}\n' * 500)
     with pytest.raises(
@@ -125,3 +126,64 @@ def test_shards_in_a_folder(folder: Path) -> None:
     ):
         scanned(folder)
     assert text_of(scanned(folder, ".jsonl")) == b'{"text": "d"}\n' * 500 + b"\0"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"button": {"text": "OK"}, "words": ["' + b"text, " * 2000 + b'"]}',
+        b'{"type":"FeatureCollection","features":[' + b'{"text":"a place"},' * 500 + b"{}]}",
+        b'{"name": "text", "a \\" {": 1}\n' + b" " * 9000,
+        b'{"n": 1}\n["' + b"x" * 9000 + b'"]',
+    ],
+)
+def test_files_in_json_of_programs_are_text(folder: Path, data: bytes) -> None:
+    (folder / "inner/en.json").write_bytes(data)
+    listing = scanned(folder)
+    assert len(listing.train.pieces) == 3
+    assert listing.remarks[0].startswith(f"1 file of text begins with JSON, the first one {folder}/inner/en.json")
+    (folder / "c.md").write_text("x" * 20_000)
+    assert scanned(folder).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (b'{"id": 1}\n{"id": 2}\n', None),
+        (b'\xef\xbb\xbf{"id": [{"text": 1}], "text" : "one"}', None),
+        (b'{"id": {"a \\" {": 1}, "text": "' + b"x" * 9000 + b'"}\n', None),
+        (b'{"id": 1, "content": "one"}\n', "content"),
+    ],
+)
+def test_json_lines_with_the_ending_json_are_documents(folder: Path, data: bytes, field: str | None) -> None:
+    (folder / "inner/a.json").write_bytes(data)
+    with pytest.raises(ValueError, match=r"1 of 3 files, the first one inner/a\.json;"):
+        scan([str(folder)], field=field)
+
+
+def test_other_formats_are_told(folder: Path) -> None:
+    """They are no shards, however large: a compressed file in the folder of a program may be anything."""
+    (folder / "inner/mnist-ubyte.gz").write_bytes(gzip.compress(os.urandom(50_000)))
+    (folder / "p.jsonl.bz2").write_bytes(bz2.compress(b'{"text": "p"}\n'))
+    (folder / "d.zip").write_bytes(b"PK\3\4" + bytes(100))
+    (folder / "data-0.arrow").write_bytes(b"\xff" * 4 + b"x" * 5000)
+    (folder / "logo.png").write_bytes(b"\x89PNG\r\n" + bytes(100))
+    listing = scanned(folder)
+    assert text_of(listing) == b"aaa\0bb\0"
+    assert listing.remarks == (f"{folder} has 4 files of other formats than text, left out, the first one d.zip",)
+
+
+@pytest.mark.parametrize("function", ["lstat", "open"])
+@pytest.mark.parametrize("suffixes", [(), (".txt",)])
+def test_a_file_that_vanishes_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, suffixes: tuple[str, ...]
+) -> None:
+    whole = {"lstat": os.lstat, "open": open}[function]
+
+    def late(path: Path | str, *words: Any) -> Any:
+        if str(path).endswith("a.txt"):
+            (folder / "a.txt").unlink(missing_ok=True)
+        return whole(path, *words)
+
+    monkeypatch.setattr(os if function == "lstat" else folders, function, late, raising=False)
+    assert text_of(scanned(folder, *suffixes)) == b"bb\0" and not (folder / "a.txt").exists()
