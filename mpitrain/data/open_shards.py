@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from collectives.texts import shown
 from mpitrain.data.documents import (
     Cut,
     DamagedSampleError,
@@ -77,7 +78,7 @@ class OpenShards:
 
 def say_remark(remark: str) -> None:
     """Print what users should know of a shard."""
-    print(f"data: {remark}", file=sys.stderr, flush=True)
+    print(f"data: {shown(remark)}", file=sys.stderr, flush=True)
 
 
 def first_texts(cut: Cut) -> list[bytes]:

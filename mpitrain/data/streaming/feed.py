@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.texts import without_secrets
+from collectives.texts import shown, without_secrets
 from mpitrain.data.documents import Cut, DamagedSampleError, checked_text
 from mpitrain.data.open_shards import OpenShards
 from mpitrain.data.order import keys_of, permute
@@ -136,7 +136,7 @@ class Tolerance(NamedTuple):
 
 def tell(damaged: str) -> None:
     """Print a line about a damaged document, on the rank that has found it."""
-    print(f"data: left out: {without_secrets(damaged)}", file=sys.stderr, flush=True)
+    print(f"data: left out: {shown(without_secrets(damaged))}", file=sys.stderr, flush=True)
 
 
 class Cursor:

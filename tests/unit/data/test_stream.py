@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from mpitrain.data.cache import ShardCache
+from mpitrain.data.open_shards import say_remark
 from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.chunks import ChunkSequence, Era
-from mpitrain.data.streaming.feed import DAMAGED
+from mpitrain.data.streaming.feed import DAMAGED, tell
 from mpitrain.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.data.streaming.mixture import Mixture
 from mpitrain.data.streaming.packing import Packing
@@ -352,6 +353,15 @@ def test_too_many_damaged_documents_end_the_stream(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             stream(most).get([0], range(1))
+
+
+def test_names_of_a_stranger_are_printed_as_text(capfd: pytest.CaptureFixture[str]) -> None:
+    say_remark("\x1b]0;title\x07.txt is taken as text")
+    tell("a\x1b[2J\nb.jsonl of http://h/?key=secret: damaged")
+    assert capfd.readouterr().err.splitlines() == [
+        "data: \\x1b]0;title\\x07.txt is taken as text",
+        "data: left out: a\\x1b[2J\\nb.jsonl of http://h/?key=***: damaged",
+    ]
 
 
 def test_text_that_is_not_utf8_is_damaged_in_every_kind(tmp_path: Path) -> None:
