@@ -120,7 +120,7 @@ class ShardCache:
             else:
                 wrong = self._difference(shard, size, packed)
             if wrong:
-                raise DamagedShardError(f"{shard}: {wrong}")
+                raise DamagedShardError(f"{without_secrets(shard)}: {wrong}")
             if is_compressed(shard):
                 self._unpack(shard, packed, path)
             else:
@@ -154,8 +154,8 @@ class ShardCache:
                     written += len(piece)
                     if written > self._limit_bytes:
                         raise DamagedShardError(
-                            f"{shard}: it unpacks to more than {self._limit_bytes} bytes, the limit of all shards on a node "
-                            "(data.cache_bytes)"
+                            f"{without_secrets(shard)}: it unpacks to more than {self._limit_bytes} bytes, the limit of all "
+                            "shards on a node (data.cache_bytes)"
                         )
                     file.write(piece)
             self._make_room(written, path)
@@ -163,7 +163,8 @@ class ShardCache:
         except DamagedShardError:
             raise
         except OSError as error:
-            raise OSError(error.errno, f"{shard} cannot be unpacked into {self._folder}: {error.strerror}") from None
+            text = f"{without_secrets(shard)} cannot be unpacked into {self._folder}: {error.strerror}"
+            raise OSError(error.errno, text) from None
         finally:
             target.unlink(missing_ok=True)
 
@@ -237,7 +238,7 @@ def _unpacked(shard: str, packed: Path) -> Iterator[bytes]:
     try:
         yield from _of_zst(shard, packed) if ending_of(shard).lower().endswith(".zst") else _of_gz(packed)
     except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
-        raise DamagedShardError(f"{shard}: it cannot be unpacked: {error}") from None
+        raise DamagedShardError(f"{without_secrets(shard)}: it cannot be unpacked: {error}") from None
 
 
 def _of_gz(packed: Path) -> Iterator[bytes]:
@@ -251,7 +252,7 @@ def _of_zst(shard: str, packed: Path) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise ImportError(f'{shard}: zst files need zstandard: pip install "mpitrain[zst]"') from None
+        raise ImportError(f'{without_secrets(shard)}: zst files need zstandard: pip install "mpitrain[zst]"') from None
     frame = None
     try:
         with packed.open("rb") as file:

@@ -6,6 +6,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from collectives.launcher import launched_rank
+from collectives.texts import without_secrets
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedSampleError, kind_of
 from mpitrain.data.documents.reading import MappedFile
@@ -58,7 +60,7 @@ class TarSamples(Generic[T]):
     ) -> None:
         self._shards, self._decode = list_shards([paths] if isinstance(paths, str) else paths), decode
         if other := [path for path in self._shards.paths if kind_of(path) != "tar"]:
-            raise ValueError(f"TarSamples: expected tar files, got {other[0]}")
+            raise ValueError(f"TarSamples: expected tar files, got {without_secrets(other[0])}")
         its = self._shards
         self._cache = ShardCache(cache, limit_bytes=cache_bytes, checksums=its.checksums, versions=its.versions)
         self._files: dict[int, MappedFile] = {}
@@ -90,13 +92,15 @@ class TarSamples(Generic[T]):
 
     def _index(self) -> _Index:
         if self._found is None:
-            begins, links = [], []
+            begins, links, remarks = [], [], []
             for shard in range(len(self._shards.paths)):
                 reader = TarReader(self._file(shard))
                 begins.append(reader.begins)
                 links.append(reader.entries.links)
-                if reader.remark:
-                    warnings.warn(reader.remark, stacklevel=3)
+                remarks += [reader.remark] * bool(reader.remark)
+            if remarks and _tells():
+                number = f" (the first of {len(remarks)} tar files of which there is something to tell)"
+                warnings.warn(remarks[0] + number * (len(remarks) > 1), stacklevel=3)
             self._found = _Index(np.cumsum([len(each) for each in begins]), np.concatenate(begins), links)
         return self._found
 
@@ -105,5 +109,13 @@ class TarSamples(Generic[T]):
         if shard not in self._files:
             path = self._shards.paths[shard]
             with self._cache.local(path, int(self._shards.sizes[shard])) as local:
-                self._files[shard] = MappedFile(local, path)
+                self._files[shard] = MappedFile(local, without_secrets(path))
         return self._files[shard]
+
+
+def _tells() -> bool:
+    """Whether this process is the one that warns: all ranks and their workers see the same files."""
+    from torch.utils.data import get_worker_info
+
+    worker = get_worker_info()
+    return launched_rank() <= 0 and (worker is None or worker.id == 0)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -381,3 +382,31 @@ def test_checksums_of_signed_bytes(tmp_path: Path, number: int) -> None:
     (tmp_path / "a.tar").write_bytes(data)
     with pytest.raises(DamagedShardError, match="header at byte 0 is damaged: its checksum is wrong"):
         read(tmp_path / "a.tar")
+
+
+def test_one_warning_of_all_shards_without_their_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank tells it, and a worker of it if nobody else has read the files; errors have no secrets, either."""
+    entries = [entry("0.txt", b"0"), entry(".hidden", b"1")]
+    memory = fsspec.filesystem("memory")
+    for number in range(3):
+        memory.pipe(f"/told/{number}.tar?key=S3CRET", tar_of(tmp_path / "a.tar", entries).read_bytes())
+    names = [f"memory://told/{number}.tar?key=S3CRET" for number in range(3)]
+
+    def samples(*names: str) -> TarSamples[dict[str, Any]]:
+        return TarSamples(names, dict, cache=str(tmp_path / "cache"))
+
+    with pytest.warns(UserWarning, match="^memory:.*/told/0.tar.key=.*: 1 of its entries is left out") as warned:
+        assert len(samples(*names)) == 3
+    (warning,) = warned
+    assert "0.tar?key=***: 1 of" in str(warning.message)
+    assert str(warning.message).endswith(" (the first of 3 tar files of which there is something to tell)")
+    assert warning.filename == __file__
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert len(samples(*names)) == 3
+    for end, data in ((".tar", b"no tar file" * 100), (".tar.gz", b"no gzip")):
+        memory.pipe(f"/told/4{end}?key=S3CRET", data)
+        with pytest.raises(DamagedShardError) as caught:
+            len(samples(f"memory://told/4{end}?key=S3CRET"))
+        assert f"4{end}?key=***" in str(caught.value) and "S3CRET" not in str(caught.value)
+    memory.rm("/told", recursive=True)
