@@ -14,13 +14,13 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 import ckpt
 from ckpt.storage.file_info import FileInfo
+from ckpt.storage.local_path import read_given
 from collectives.texts import without_secrets
 from mpitrain.data.checksums import is_checksum_list, read_checksums
 from mpitrain.data.documents import ending_of
@@ -28,6 +28,7 @@ from mpitrain.data.documents import ending_of
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MOST_NAMES = 10_000_000
+_MOST_LIST_BYTES = 1 << 30  # of a list with checksums
 _FEW = 8
 
 
@@ -91,7 +92,7 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
             found |= its
             continue
         for list_path in sorted(its):
-            listed = _of_checksum_list(list_path)
+            listed = _of_checksum_list(list_path, its[list_path].size)
             found |= _infos(list(listed), are_patterns=False)
             if twice := [path for path in listed if checksums.get(path, listed[path]) != listed[path]]:
                 raise ValueError(f"data: {twice[0]} has two checksums; {list_path} has the second one")
@@ -140,13 +141,20 @@ def _choices(inside: str, pattern: str) -> list[str]:
     return inside.split(",")
 
 
-def _of_checksum_list(list_path: str) -> dict[str, bytes]:
-    """The paths or URLs that a list names, with their checksums."""
+def _of_checksum_list(list_path: str, size: int) -> dict[str, bytes]:
+    """The paths or URLs that a list of `size` bytes names, with their checksums."""
     folder = ending_of(list_path).rpartition("/")[0]
     try:
-        data = ckpt.Url(list_path).read() if "://" in list_path else Path(list_path).read_bytes()
+        if "://" not in list_path:
+            data = read_given(list_path, _MOST_LIST_BYTES)
+        elif size > _MOST_LIST_BYTES:
+            raise ValueError(f"{without_secrets(list_path)} has {size} bytes; expected at most {_MOST_LIST_BYTES}")
+        else:
+            data = ckpt.Url(list_path).read()
     except OSError as error:
-        raise ValueError(f"data: {list_path} cannot be read: {error}") from None
+        raise ValueError(f"data: {without_secrets(list_path)} cannot be read: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"data: {error}") from None
     return {f"{folder}/{name}": checksum for name, checksum in read_checksums(list_path, data).items()}
 
 

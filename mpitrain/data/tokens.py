@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 import ckpt
+from ckpt.storage.local_path import open_given
 from mpitrain.data.documents import with_more_files
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
@@ -193,8 +194,9 @@ def _array(path: Path, field: str | None, files: ckpt.VectorFiles) -> np.ndarray
 def _of_megatron(path: Path) -> np.ndarray:
     """The tokens of a .bin file, as its .idx file describes them."""
     index = path.with_suffix(".idx")
-    size, index_size = path.stat().st_size, index.stat().st_size
-    with index.open("rb") as file:
+    size = path.stat().st_size
+    with open(open_given(index), "rb") as file:
+        index_size = os.fstat(file.fileno()).st_size
         head = file.read(_IDX_HEAD.size)
         if len(head) < _IDX_HEAD.size or not head.startswith(_IDX_MAGIC):
             raise ValueError(f"{index}: expected an index of Megatron-LM, which begins with MMIDIDX")

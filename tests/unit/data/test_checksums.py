@@ -1,12 +1,15 @@
 """Lists of shards with checksums, as sha256sum and md5sum write them."""
 
 import hashlib
+import os
+import re
 import subprocess
 from pathlib import Path
 
 import fsspec
 import pytest
 
+from mpitrain.data import shards
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.checksums import read_checksums
 from mpitrain.data.documents import DamagedShardError
@@ -61,6 +64,25 @@ def test_two_lists_that_differ(tmp_path: Path) -> None:
     assert len(list_shards([f"{tmp_path}/1.sha256", f"{tmp_path}/*.jsonl"]).names) == 1
     with pytest.raises(ValueError, match=r"a.jsonl has two checksums; .*/2.sha256 has the second one"):
         list_shards([f"{tmp_path}/*.sha256"])
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "too long"])
+def test_lists_that_are_no_files_or_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path = tmp_path / "all.md5"
+    text = f"{path} is {kind}; expected a regular file"
+    match kind:
+        case "a pipe":
+            os.mkfifo(path)
+        case "a device":
+            path.symlink_to("/dev/zero")
+        case _:
+            monkeypatch.setattr(shards, "_MOST_LIST_BYTES", 100)
+            path.write_text("#" * 101)
+            text = f"{path} has 101 bytes; expected at most 100"
+            with pytest.raises(ValueError, match=f"^data: file://{re.escape(text)}$"):
+                list_shards([f"file://{path}"])
+    with pytest.raises(ValueError, match=f"^data: {re.escape(text)}$"):
+        list_shards([str(path)])
 
 
 def test_remote_shards_are_checked(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Files of tokens act as one sequence."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -80,6 +81,16 @@ def lost_index(folder: Path) -> None:
     (folder / "a.idx").unlink()
 
 
+def pipe_as_index(folder: Path) -> None:
+    lost_index(folder)
+    os.mkfifo(folder / "a.idx")
+
+
+def device_as_index(folder: Path) -> None:
+    lost_index(folder)
+    (folder / "a.idx").symlink_to("/dev/zero")
+
+
 def other_index(folder: Path) -> None:
     (folder / "a.idx").write_bytes(b"all work and no play makes a dull index")
 
@@ -128,6 +139,8 @@ def two(folder: Path) -> None:
     ("damage", "text"),
     [
         (lost_index, r"a.idx cannot be read: No such file"),
+        (pipe_as_index, r"a.idx is a pipe; expected a regular file"),
+        (device_as_index, r"a.idx is a device; expected a regular file"),
         (other_index, r"a.idx: expected an index of Megatron-LM"),
         (cut_index, r"a.idx: the file is cut off: it has 45 bytes, and lists 2 sequences"),
         (floats, r"a.idx: expected version 1 and a dtype of integers, got version 1 and dtype 6"),
