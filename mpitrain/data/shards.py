@@ -87,7 +87,7 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
         names = [pattern] if os.path.exists(pattern) else list(expanded(pattern))
         its = _infos(names)
         if not its:
-            raise ValueError(f"data: {pattern} names no file")
+            raise ValueError(f"data: {without_secrets(pattern)} names no file")
         if not is_checksum_list(pattern):
             found |= its
             continue
@@ -95,12 +95,13 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
             listed = _of_checksum_list(list_path, its[list_path].size)
             found |= _infos(list(listed), are_patterns=False)
             if twice := [path for path in listed if checksums.get(path, listed[path]) != listed[path]]:
-                raise ValueError(f"data: {twice[0]} has two checksums; {list_path} has the second one")
+                its_name, its_list = without_secrets(twice[0]), without_secrets(list_path)
+                raise ValueError(f"data: {its_name} has two checksums; {its_list} has the second one")
             checksums |= listed
     if not found:
         raise ValueError("data: expected the names of shards, got none")
     if empty := [path for path, its in found.items() if not its.size]:
-        raise ValueError(f"data: {empty[0]} is empty; expected documents")
+        raise ValueError(f"data: {without_secrets(empty[0])} is empty; expected documents")
     paths = sorted(found)
     # They are in checkpoints. A signature that is made anew each day is no other shard.
     public = [without_secrets(path) for path in paths]

@@ -33,7 +33,8 @@ def ending_of(name: str) -> str:
     scheme, is_address, _ = name.partition("://")
     is_web = scheme.lower().rpartition("::")[2] in ("http", "https")
     rest = (_QUERY_OR_FRAGMENT if is_web else _QUERY) if is_address else _OF_NAME
-    path, whole = rest.sub("", name), name.partition("#")[0] if is_web else name
+    begin = name.rfind("/") + 1 if name.startswith("/") else 0  # a folder of this machine may have any name
+    path, whole = name[:begin] + rest.sub("", name[begin:]), name.partition("#")[0] if is_web else name
     return whole if whole.lower().endswith(_KNOWN) and not path.lower().endswith(_KNOWN) else path
 
 

@@ -105,3 +105,13 @@ def test_remote_shards_are_checked(tmp_path: Path) -> None:
             pass
     finally:
         memory.rm("/summed", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["all.sha256?sig=a/b.tar", "get?f=all.sha256"])
+def test_a_list_behind_an_address_with_a_query(name: str) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/listed/a.jsonl", b"text")
+    memory.pipe(f"/listed/{name}", f"{HASH}  a.jsonl\n".encode())
+    found = list_shards([f"memory://listed/{name}"])
+    memory.rm("/listed", recursive=True)
+    assert found.names == ("a.jsonl",) and list(found.checksums.values()) == [bytes(32)]

@@ -300,6 +300,8 @@ def test_kinds() -> None:
         ("s3://b/a.jsonl#1", "text", False),
         ("s3://b/what?.jsonl.gz", "lines", True),
         ("s3://b/a.tar?versionId=1", "tar", False),
+        ("/data/what.gz?/notes.md", "text", False),
+        ("/data/what?/a.jsonl.gz", "lines", True),
         # names in lists
         ("a.jsonl.gz?X-Amz-Signature=***", "lines", True),
         ("a.tar#***", "tar", False),

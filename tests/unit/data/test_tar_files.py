@@ -404,9 +404,19 @@ def test_one_warning_of_all_shards_without_their_secrets(tmp_path: Path, monkeyp
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert len(samples(*names)) == 3
+    memory.pipe("/told/a.jsonl?key=S3CRET", b"{}")
     for end, data in ((".tar", b"no tar file" * 100), (".tar.gz", b"no gzip")):
         memory.pipe(f"/told/4{end}?key=S3CRET", data)
         with pytest.raises(DamagedShardError) as caught:
             len(samples(f"memory://told/4{end}?key=S3CRET"))
         assert f"4{end}?key=***" in str(caught.value) and "S3CRET" not in str(caught.value)
+    memory.pipe("/told/5.tar?key=S3CRET", b"")
+    for name in (
+        "memory://told/5.tar?key=S3CRET",
+        "memory://told/6.tar?key=S3CRET",
+        "memory://told/a.jsonl?key=S3CRET",
+    ):
+        with pytest.raises(ValueError, match=r"\?key=\*\*\*") as caught_early:
+            samples(name)
+        assert "S3CRET" not in str(caught_early.value)
     memory.rm("/told", recursive=True)
