@@ -166,7 +166,7 @@ def _texts(root: Path, files: list[TextFile], field: str, say: Callable[[str], o
     for file, head in _heads(files):
         kind, other = kind_of(file.name), other_format(head)
         if b"\0" in head or other:
-            if kind != "text":
+            if kind in ("tar", "parquet") or (kind == "lines" and is_compressed(file.name)):
                 left_out.append(file)
             elif other:
                 others.append(file)

@@ -168,6 +168,7 @@ def test_other_formats_are_told(folder: Path) -> None:
     (folder / "d.zip").write_bytes(b"PK\3\4" + bytes(100))
     (folder / "data-0.arrow").write_bytes(b"\xff" * 4 + b"x" * 5000)
     (folder / "logo.png").write_bytes(b"\x89PNG\r\n" + bytes(100))
+    (folder / "windows.json").write_text("{}" * 9000, "utf-16")
     listing = scanned(folder)
     assert text_of(listing) == b"aaa\0bb\0"
     assert listing.remarks == (f"{folder} has 4 files of other formats than text, left out, the first one d.zip",)
