@@ -28,7 +28,9 @@ def test_a_step_is_divided_and_communication_counts_once() -> None:
     seconds = clock.seconds
     assert clock.comm_s == pytest.approx(0.008)
     assert seconds["data"] >= 0.01 and seconds["forward"] >= 0.02 and seconds["backward"] >= 0.011
-    assert sum(seconds.values()) + clock.comm_s == pytest.approx(clock.step_s, abs=2e-3)
+    assert sum(seconds.values()) + clock.comm_s == pytest.approx(clock.step_s, abs=8e-3), (
+        "no phase of 10 ms is missing; the machine may pause"
+    )
     assert [lap.phase for lap in heard] == ["data", "forward", "backward", "forward", "backward"]
     assert all(one.ended == other.begun for one, other in pairwise(heard))
     clock.move(0.001, "backward", "forward")
