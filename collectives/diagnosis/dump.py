@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from collectives.diagnosis import stacks
+from collectives.diagnosis.failure import write_new
 from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, newest_operations, open_operations
 
 NUM_SHOWN = 20  # the newest operations, on stderr
@@ -99,10 +100,7 @@ def write_file(why: str) -> bool:
     try:
         RecordOutput.folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(partial, flags, 0o666), "w") as stream:
-            stream.write(text(why) + stacks_text)
+        write_new(partial, text(why) + stacks_text)
         partial.replace(file)
     except OSError as error:
         say(

@@ -75,13 +75,18 @@ def _also() -> Path | None:
     return Path(os.environ[_VARIABLE]) if os.environ.get(_VARIABLE) else None
 
 
+def write_new(file: Path, text: str) -> None:
+    """Write a new file in place of what is there, never through a link. OSError."""
+    file.unlink(missing_ok=True)
+    with open(os.open(file, _FLAGS | os.O_EXCL, 0o666), "w") as stream:
+        stream.write(text)
+
+
 def _write(file: Path, text: str) -> bool:
     """Append a report; whether it is the first one in the file."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        partial.unlink(missing_ok=True)
-        with open(os.open(partial, _FLAGS | os.O_EXCL, 0o666), "w") as stream:
-            stream.write(text)
+        write_new(partial, text)
         os.link(partial, file)
         return True
     except OSError:  # there is a report already, or a file system has no links
