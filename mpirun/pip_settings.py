@@ -56,8 +56,8 @@ def to_uv(settings: dict[str, str]) -> dict[str, str]:
 
 def main() -> None:
     """Print them."""
-    listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    listing = subprocess.run(  # -P: not the pip of the current folder, in which anything may lie
+        [sys.executable, "-P", "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
     for name, value in to_uv(read(listing.stdout)).items():
         if name not in os.environ:

@@ -98,7 +98,7 @@ def _slow_by_data(trainer: Trainer, rng: np.random.Generator) -> None:
 
 def _slow_by_neighbour(trainer: Trainer, rng: np.random.Generator) -> None:
     """Another process takes a part of this rank's core from now on."""
-    words = ["-c", _NEIGHBOUR, str(min(os.sched_getaffinity(0))), str(os.getpid())]
+    words = ["-P", "-c", _NEIGHBOUR, str(min(os.sched_getaffinity(0))), str(os.getpid())]
     subprocess.Popen([sys.executable, *words], env=environment_of_program(), stdin=subprocess.DEVNULL)
 
 

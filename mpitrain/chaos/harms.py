@@ -162,7 +162,7 @@ def busy_core(job: Job, rng: random.Random) -> Harm | None:
     """Runs another process on one core until the job ends."""
     core = rng.choice(sorted(os.sched_getaffinity(0)))
     words = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): sum(range(10**6))"
-    other = subprocess.Popen([sys.executable, "-c", words, str(core), str(os.getpid())])
+    other = subprocess.Popen([sys.executable, "-P", "-c", words, str(core), str(os.getpid())])
     try:
         harmed = Harm(time.time(), 0)
         job.process.wait(3600)

@@ -44,7 +44,7 @@ sys.exit(7 if "--fail" in sys.argv else 0)
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout whose set-up is done: our scripts, this environment, and a folder `mpitrain` that holds the stand-in."""
     (tmp_path / "mpirun").mkdir()
     for name in ("train", "test", "lib.sh"):
@@ -54,7 +54,9 @@ def checkout(tmp_path: Path) -> Path:
     setup.chmod(0o755)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "mpitrain").mkdir()
+    (tmp_path / "mpitrain/__init__.py").touch()
     (tmp_path / "mpitrain/__main__.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 
 

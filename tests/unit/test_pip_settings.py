@@ -35,7 +35,8 @@ def test_switches(value: str, said: dict[str, str]) -> None:
 
 
 def test_the_whole_script_reads_files_and_variables_and_leaves_those_of_uv(tmp_path: Path) -> None:
-    """With the pip of this environment itself, whose listing it is."""
+    """With the pip of this environment itself, whose listing it is, and not the one of the current folder."""
+    (tmp_path / "pip.py").write_text("raise SystemExit('a stranger')\n")
     (tmp_path / "pip.conf").write_text(
         "[global]\ntrusted-host = a\n    b\ncert = /certificates.pem\nconstraint = /c.txt\n[install]\nproxy = http://p\n"
     )
@@ -48,7 +49,7 @@ def test_the_whole_script_reads_files_and_variables_and_leaves_those_of_uv(tmp_p
         "XDG_CONFIG_DIRS": str(tmp_path),
     }
     printed = subprocess.run(
-        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=60
     ).stdout
     lines = set(printed.splitlines())
     assert lines >= {

@@ -17,11 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from collectives.texts import shown
 from mpitrain.monitor.record.files import read_text, replace
 from mpitrain.monitor.sinks.sink import About, tag
 
 _EARLIER_S = 90.0  # for the end of an earlier program of this run
 _END_S = 60
+_NO_ID = ":;,#?/'"
+_ID = re.compile(f"[^{_NO_ID}]{{1,128}}")
+"""What W&B takes for an id: see `validate_run_id` of its settings, and the limit of its server."""
 _ALARMING = {"failure", "spike", "straggler", "rewind", "desync", "flipped_bit", "shrink"}
 
 
@@ -87,12 +91,16 @@ def _open(name: str, about: About) -> Tool:
 
 
 def _kept_id(path: Path) -> str:
-    """The id in a file, which is made with a new id if it has none."""
+    """The id in a file, which is made with a new id if it has none. Users may have written one that the tool knows."""
+    new = os.urandom(4).hex()
     with suppress(FileNotFoundError):
         kept = read_text(path).strip()
-        if re.fullmatch(r"[\w-]{1,64}", kept, re.ASCII):
+        if _ID.fullmatch(kept) and kept.isprintable():
             return kept
-    new = os.urandom(4).hex()
+        print(
+            f"{shown(str(path))}: expected an id of 1 to 128 characters without {_NO_ID}, got {kept!r:.200}; takes {new}",
+            flush=True,
+        )
     replace(path, f"{new}\n".encode())
     return new
 

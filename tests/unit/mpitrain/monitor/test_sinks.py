@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mpitrain.config import ConfigError
-from mpitrain.monitor.sinks import About, Sink, check_sinks, make_sinks, outside
+from mpitrain.monitor.sinks import About, Sink, check_sinks, make_sinks, outside, program
 
 SETTINGS = {
     "run": "runs/a",
@@ -220,7 +220,23 @@ def records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.parametrize("kept", ["exp.v2", "a b~(1)+é", "x" * 128])
+def test_an_id_that_wandb_takes_stays(tmp_path: Path, kept: str) -> None:
+    (tmp_path / "wandb.id").write_text(f"{kept}\n")
+    assert program._kept_id(tmp_path / "wandb.id") == kept
+
+
+@pytest.mark.parametrize("kept", ["", "a/b", "a:b", "it's", "x" * 129, "a\x1b[2J", "a\nb"])
+def test_another_id_is_replaced_with_a_word(tmp_path: Path, kept: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wandb.id").write_text(kept)
+    new = program._kept_id(tmp_path / "wandb.id")
+    assert program._kept_id(tmp_path / "wandb.id") == new and new.isalnum()
+    (said,) = capsys.readouterr().out.splitlines()
+    assert f"wandb.id: expected an id of 1 to 128 characters without :;,#?/', got {kept!r:.200}; takes {new}" in said
+
+
 def test_wandb_has_every_figure_offline(offline: Path) -> None:
+    (offline / "wandb.id").write_text("exp.v2\n")
     live_twice("wandb", offline)
     from wandb.proto import wandb_internal_pb2 as messages
 
@@ -245,7 +261,7 @@ def test_wandb_has_every_figure_offline(offline: Path) -> None:
                 exits.append(record.exit.exit_code)
             elif kind == "metric":
                 axes.add(record.metric.step_metric)
-    assert ids == {((offline / "wandb.id").read_text().strip(), "a project", "run")}
+    assert ids == {("exp.v2", "a project", "run")}
     assert configs[0]["train"] == {"batch": 8}
     assert [[row["step"] for row in life] for life in lives] == [[1, 2, 3, 4], [4, 5, 5]]
     assert lives[0][1]["loss"] == 1 / 6 and math.isnan(lives[0][1]["grad_norm"])
