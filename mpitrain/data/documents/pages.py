@@ -7,24 +7,75 @@ stands for any number of rows, and so do rows that begin as the one before.
 Source of the formats: https://github.com/apache/parquet-format, parquet.thrift.
 """
 
+import re
+from functools import cache
 from typing import Any, NamedTuple
 
-from mpitrain.data.documents.thrift import ThriftError, read_struct
+from mpitrain.data.documents.thrift import (
+    BINARY,
+    FALSE,
+    I32,
+    I64,
+    LIST,
+    STRUCT,
+    TRUE,
+    ThriftError,
+    Wanted,
+    read_number,
+    read_struct,
+)
 
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3  # types of pages
 _PLAIN, _DELTA_LENGTH = 0, 6  # encodings in which each row has bytes of its own
 _OF_DICTIONARY = (2, 8)
 _DENSE = 100  # text is rarely packed to less than a 50th
 _MORE_BYTES = 100  # that the footers of an old writer leave out of a column, as pyarrow knows
-_PAGE = {1: None, 2: None, 3: None, 5: {1: None, 2: None}, 8: {1: None, 4: None}}
+_PAGE = Wanted({1: I32, 2: I32, 3: I32, 5: Wanted({1: I32, 2: I32}), 8: Wanted({1: I32, 4: I32})})
 _ROW_GROUPS, _COLUMNS, _NUM_ROWS = 4, 1, 3
 _FILE_PATH, _ABOUT, _PACKED_BYTES, _FIRST_PAGE, _DICTIONARY_PAGE = 1, 3, 7, 9, 11
-_FOOTER = {
-    _ROW_GROUPS: {
-        _COLUMNS: {_FILE_PATH: None, _ABOUT: {_PACKED_BYTES: None, _FIRST_PAGE: None, _DICTIONARY_PAGE: None}},
-        _NUM_ROWS: None,
-    }
-}
+
+
+@cache
+def _usual_form() -> re.Pattern[bytes]:
+    """A column of a row group as most writers write it: its fields in order, without names of files; no long texts."""
+
+    def first(byte: int) -> bytes:
+        return re.escape(bytes([byte]))
+
+    def field(kind: int, value: bytes = b"") -> bytes:
+        """With a number that is larger than that of the field before."""
+        return b"[" + b"".join(first(step << 4 | kind) for step in range(1, 16)) + b"]" + value
+
+    def items(kind: int, value: bytes, most: int) -> bytes:
+        return b"(?:" + b"|".join(first(num << 4 | kind) + value * num for num in range(most + 1)) + b")"
+
+    number = rb"[\x80-\xff]{0,8}+[\x00-\x7f]"
+    text = b"(?:" + b"|".join(first(length) + b".{%d}" % length for length in range(128)) + b")"
+    numbers, structs = items(I32, number, 8), items(STRUCT, b"(?:" + field(I32, number) + rb"){0,4}+\x00", 8)
+    flat = [field(I32, number), field(I64, number), field(BINARY, text), field(TRUE), field(FALSE)]
+    flat += [field(LIST, value) for value in (numbers, items(I64, number, 8), structs)]
+    struct = b"(?:" + b"|".join(flat) + rb"){0,20}+\x00"
+    others = b"(?:" + b"|".join([*flat, field(STRUCT, struct)]) + rb"){0,20}+\x00"
+    about = rb"\x15%b\x19%b\x19%b\x15%b\x16%b\x16%b" % (number, numbers, items(BINARY, text, 2), number, number, number)
+    places = rb"\x16(%b)\x26(%b)(?:\x26(%b)|(?![\x10-\x2f]))" % (number, number, number)
+    return re.compile(rb"\x26%b\x1c" % number + about + places + others + others, re.DOTALL)
+
+
+def _usual_column(data: Any, at: int) -> tuple[dict[int, Any], int] | None:
+    """See Wanted."""
+    if (found := _usual_form().match(data, at)) is None:
+        return None
+    packed, page, dictionary = found.start(1), found.start(2), found.start(3)
+    about = {_PACKED_BYTES: read_number(data, packed)[0], _FIRST_PAGE: read_number(data, page)[0]}
+    if dictionary >= 0:
+        about[_DICTIONARY_PAGE] = read_number(data, dictionary)[0]
+    return {_ABOUT: about}, found.end()
+
+
+_COLUMN = Wanted(
+    {_FILE_PATH: BINARY, _ABOUT: Wanted({_PACKED_BYTES: I64, _FIRST_PAGE: I64, _DICTIONARY_PAGE: I64})}, _usual_column
+)
+_FOOTER = Wanted({_ROW_GROUPS: Wanted({_COLUMNS: _COLUMN, _NUM_ROWS: I64})})
 
 
 class PageError(ValueError):
@@ -90,7 +141,7 @@ def _row_group(its: dict[int, Any], number: int, size: int, column: int, num_col
         raise PageError(
             f"row group {number} begins at byte {begin}, its column has {length} bytes at byte {first}, and the file has {size} bytes"
         )
-    return RowGroup(num_rows, begin, (first, min(first + length + _MORE_BYTES, size)))
+    return RowGroup(num_rows, begin, (first, first + length))
 
 
 def _begin_of(column: dict[int, Any]) -> int:
@@ -104,18 +155,19 @@ def extent_of(data: Any, begin: int, end: int, num_rows: int, most_page_bytes: i
     """The extent of the pages from byte `begin` to `end - 1` of a file, of `num_rows` rows.
 
     `data`: the bytes of the file. A row is a text, and not a list of texts. PageError if a page is damaged, or larger than
-    `most_page_bytes`; a page of few bytes in the file, than a quarter of it.
+    `most_page_bytes`; a page of few bytes in the file, than a quarter of it; or if there are other than `num_rows` rows.
     """
+    most_end = min(end + _MORE_BYTES, len(data))
     num_bytes = shared_bytes = own_bytes = entry_bytes = seen = 0
     page_rows, at = num_rows, begin
-    while seen < num_rows:
+    while seen < num_rows or at < end:
         try:
-            header, body = read_struct(data, at, end, _PAGE)
+            header, body = read_struct(data, at, most_end, _PAGE)
         except ThriftError as error:
             raise PageError(f"the page at byte {at} is damaged: {error}") from None
         kind, unpacked, packed = (_int(header, field) for field in (1, 2, 3))
-        if min(unpacked, packed) < 0 or body + packed > end:
-            raise PageError(f"the page at byte {at} is damaged: {packed} bytes, of which {end - body} are there")
+        if min(unpacked, packed) < 0 or body + packed > most_end:
+            raise PageError(f"the page at byte {at} is damaged: {packed} bytes, of which {most_end - body} are there")
         page_bytes = max(unpacked, packed)
         if page_bytes > most_page_bytes // (4 if page_bytes > _DENSE * packed else 1):
             raise PageError(
@@ -139,6 +191,8 @@ def extent_of(data: Any, begin: int, end: int, num_rows: int, most_page_bytes: i
                 shared_bytes = max(shared_bytes, of_row)
                 num_bytes += num * of_row
         at = body + packed
+    if seen > num_rows:
+        raise PageError(f"its pages have {seen} rows, and the footer of the file says {num_rows}")
     return Extent(num_bytes, shared_bytes, own_bytes, page_rows)
 
 

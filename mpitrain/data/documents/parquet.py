@@ -1,6 +1,7 @@
 """Parquet files, with pyarrow (`pip install "mpitrain[parquet]"`): each row is a document. The text is a column of strings or bytes."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,10 @@ class Limits(NamedTuple):
     held_bytes: int = 512 << 20
     """In memory. What is more goes into a temporary file."""
     most_bytes: int = 8 << 30
+    """In all."""
+    piece_rows: int = 1 << 20
+    """Decoded at a time: rows without text have no bytes."""
+    most_rows: int = 1 << 24
     """In all."""
 
 
@@ -65,17 +70,9 @@ class ParquetReader:
         """See Reader. Rows are read in whole row groups: all of a group count as its first byte."""
         groups = np.flatnonzero((self._begins >= begin) & (self._begins < end)).tolist()
         texts = Texts(self._limits.held_bytes)
-        for group in groups:
-            try:
-                self._read(group, texts)
-            except DamagedShardError:
-                raise
-            except OSError as error:
-                if error.errno is not None:  # of the temporary file
-                    raise OSError(error.errno, f"{self.name}, row group {group}: {error.strerror}") from None
-                raise self._damaged(f", row group {group}: {error}") from None
-            except self._errors as error:
-                raise self._damaged(f", row group {group}: {error}") from None
+        for portion in self._portions(groups):
+            with self._errors_of(portion.groups):
+                self._read(portion, texts)
         return ParquetCut(self.name, self._rows(groups), texts)
 
     def close(self) -> None:
@@ -94,32 +91,60 @@ class ParquetReader:
             return range(rows[0].start, rows[-1].stop) if rows else range(0)
         return list(chain(*rows))
 
-    def _read(self, group: int, texts: Texts) -> None:
-        """Add the texts of a row group."""
-        num_rows, before = self._groups[group].num_rows, texts.num
-        for array in self._arrays(group, num_rows):
-            _add(texts, array)
-            del array
-            if texts.num_bytes > self._limits.most_bytes:
-                raise DamagedShardError(
-                    f"{self.name}, row group {group}: its first {texts.num - before} of {num_rows} rows, with the groups that are read "
-                    f"before it, have {texts.num_bytes} bytes of text; expected at most {self._limits.most_bytes}: write the file with "
-                    "smaller row groups (row_group_size of pyarrow)"
-                )
-        if texts.num - before != num_rows:
-            raise DamagedShardError(
-                f"{self.name}, row group {group}: it has {texts.num - before} rows, and the footer of the file says {num_rows}"
-            )
+    @contextmanager
+    def _errors_of(self, groups: Sequence[int]) -> Iterator[None]:
+        """What goes wrong with some row groups names them."""
+        try:
+            yield
+        except DamagedShardError:
+            raise
+        except OSError as error:
+            if error.errno is not None:  # of the temporary file
+                raise OSError(error.errno, f"{self.name}, {_named(groups)}: {error.strerror}") from None
+            raise self._damaged(f", {_named(groups)}: {error}") from None
+        except self._errors as error:
+            raise self._damaged(f", {_named(groups)}: {error}") from None
 
-    def _arrays(self, group: int, num_rows: int) -> Iterator[Any]:
-        """The column of a row group, in arrays of at most `piece_bytes` bytes, or of one row."""
-        extent = extent_of(self._mapped.bytes, *self._groups[group].pages, num_rows, self._limits.page_bytes)
+    def _portions(self, groups: Sequence[int]) -> Iterator["_Portion"]:
+        """Row groups that are decoded by one call: as many as have together at most `piece_bytes` bytes of text, or a large one."""
         most = self._limits.piece_bytes
-        rows = num_rows if extent.num_bytes <= most else extent.rows_within(most)
-        if num_rows:
-            for batch in self._file.reader.iter_batches(rows, [group], [self._column], use_threads=False):
-                yield batch.column(0)
-                del batch  # before the next one is decoded
+        held: list[int] = []
+        held_bytes = held_rows = 0
+        for group in groups:
+            num_rows, _, pages = self._groups[group]
+            if not num_rows:
+                continue
+            with self._errors_of([group]):
+                extent = extent_of(self._mapped.bytes, *pages, num_rows, self._limits.page_bytes)
+            if held and held_bytes + extent.num_bytes > most:
+                yield _Portion(held, held_rows, held_rows)
+                held, held_bytes, held_rows = [], 0, 0
+            if extent.num_bytes > most:
+                yield _Portion([group], num_rows, extent.rows_within(most))
+            else:
+                held.append(group)
+                held_bytes, held_rows = held_bytes + extent.num_bytes, held_rows + num_rows
+        if held:
+            yield _Portion(held, held_rows, held_rows)
+
+    def _read(self, portion: "_Portion", texts: Texts) -> None:
+        """Add the texts of some row groups."""
+        (groups, num_rows, rows_at_a_time), limits = portion, self._limits
+        before = texts.num
+        rows_at_a_time = min(rows_at_a_time, limits.piece_rows)
+        for batch in self._file.reader.iter_batches(rows_at_a_time, groups, [self._column], use_threads=False):
+            _add(texts, batch.column(0))
+            del batch  # before the next one is decoded
+            if texts.num_bytes > limits.most_bytes or texts.num > limits.most_rows:
+                raise DamagedShardError(
+                    f"{self.name}, {_named(groups)}: {texts.num} rows are read at once, {before} of other row groups, and have "
+                    f"{texts.num_bytes} bytes of text; expected at most {limits.most_rows} rows of {limits.most_bytes} bytes: write "
+                    "the file with smaller row groups (row_group_size of pyarrow)"
+                )
+        if (num := texts.num - before) != num_rows:
+            raise DamagedShardError(
+                f"{self.name}, {_named(groups)}: {num} rows are there, and the footer of the file says {num_rows}"
+            )
 
     def _column_of(self, field: str) -> int:
         """The number of a column, among those that hold values. DamagedShardError if there is none, or two, or not of text."""
@@ -137,6 +162,12 @@ class ParquetReader:
         if paths.count(field) != 1:  # of a structure `a` with a part `b` and of a column `a.b`
             raise self._damaged(f": {paths.count(field)} columns are called {field!r}")
         return paths.index(field)
+
+
+class _Portion(NamedTuple):
+    groups: list[int]
+    num_rows: int
+    rows_at_a_time: int
 
 
 class ParquetCut:
@@ -158,6 +189,10 @@ class ParquetCut:
         if (value := self._texts[index]) is None:
             raise DamagedSampleError(f"{self.where(index)}: expected text, got null")
         return value
+
+
+def _named(groups: Sequence[int]) -> str:
+    return f"row group {groups[0]}" if len(groups) == 1 else f"row groups {groups[0]} to {groups[-1]}"
 
 
 def _add(texts: Texts, array: Any) -> None:

@@ -1,17 +1,25 @@
 """Structs in Thrift's compact protocol, in which the footer and the page headers of Parquet files are.
 
-pyarrow ends the whole process if it is asked for some footers of damaged files. Here no byte is believed before it is looked at. Most
-of a footer is passed over, so this is the part that is written for speed.
+pyarrow ends the whole process if it is asked for some footers of damaged files. Here no byte is believed before it is looked at, and
+what pyarrow would read as another value is an error. Most of a footer is passed over, so this is the part that is written for speed.
+
+Source of the format: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 _MOST_DEPTH = 16
-_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+TRUE, FALSE, _BYTE, _I16, I32, I64, _DOUBLE, BINARY, LIST, _SET, _MAP, STRUCT = range(1, 13)
 
-Wanted = Mapping[int, Any]
-"""The fields of a struct that are read, by their numbers: None for a number or a text, the wanted fields for one or more structs."""
+
+class Wanted(NamedTuple):
+    """What is read of a struct."""
+
+    fields: Mapping[int, Any]
+    """By their numbers: I32, I64 or BINARY, or a Wanted for one or more structs."""
+    usual: Callable[[Any, int], tuple[dict[int, Any], int] | None] = lambda data, at: None
+    """A faster way for structs of the form in which most writers write them: as `read_struct`, or None for another form."""
 
 
 class ThriftError(ValueError):
@@ -43,50 +51,58 @@ def _struct(data: Any, at: int, wanted: Wanted, depth: int) -> tuple[dict[int, A
         if head > 15:
             number += head >> 4
         else:
-            number, at = _signed(data, at)
-        if number not in wanted:
+            number, at = read_number(data, at)
+        if number not in wanted.fields:
+            if not 0 <= number < 1 << 15:  # pyarrow would take the lower bits
+                raise ThriftError(f"the field before byte {at} has the number {number}")
             at = _after(data, at, kind, depth)
             continue
-        value: Any = None
-        inner = wanted[number]
-        if inner is None and _I16 <= kind <= _I64:
-            value, at = _signed(data, at)
-        elif inner is None and kind == _BINARY:
-            length, at = _unsigned(data, at)
-            value, at = bytes(data[at : at + length]), at + length
-        elif inner is not None and kind == _STRUCT:
-            value, at = _struct(data, at, inner, depth - 1)
-        elif inner is not None and kind == _LIST and data[at] & 15 == _STRUCT:
-            num, _, at = _list(data, at)
-            value = []
-            for _ in range(num):
-                item, at = _struct(data, at, inner, depth - 1)
-                value.append(item)
-        else:
-            at = _after(data, at, kind, depth)
-        if value is not None:
-            fields[number] = value
+        value, at = _value(data, at, kind, wanted.fields[number], depth)
+        if value is not None and fields.setdefault(number, value) is not value:
+            raise ThriftError(f"the field before byte {at} is there twice")
     return fields, at + 1
+
+
+def _value(data: Any, at: int, kind: int, wanted: Any, depth: int) -> tuple[Any, int]:
+    """A wanted value, None if it is of another kind, and the place after it."""
+    if isinstance(wanted, Wanted) and kind == STRUCT:
+        return _struct(data, at, wanted, depth - 1)
+    if isinstance(wanted, Wanted) and kind == LIST and data[at] & 15 == STRUCT:
+        num, _, at = _list(data, at)
+        structs = []
+        for _ in range(num):
+            struct, at = wanted.usual(data, at) or _struct(data, at, wanted, depth - 1)
+            structs.append(struct)
+        return structs, at
+    if kind != wanted:
+        return None, _after(data, at, kind, depth)
+    if kind == BINARY:
+        length, at = _unsigned(data, at)
+        return bytes(data[at : at + length]), at + length
+    value, after = read_number(data, at)
+    if kind == I32 and not -1 << 31 <= value < 1 << 31:  # pyarrow would take the lower bits
+        raise ThriftError(f"the number at byte {at} is {value}")
+    return value, after
 
 
 def _after(data: Any, at: int, kind: int, depth: int) -> int:
     """The place after a value that is not wanted."""
-    if kind == _BINARY:
+    if kind == BINARY:
         length, at = _unsigned(data, at)
         return at + length
-    if _I16 <= kind <= _I64:
+    if _I16 <= kind <= I64:
         return at + 1 if data[at] < 0x80 else _unsigned(data, at)[1]
-    if kind == _STRUCT:
+    if kind == STRUCT:
         return _after_struct(data, at, depth - 1)
-    if kind in (_LIST, _SET):
+    if kind in (LIST, _SET):
         num, inner, at = _list(data, at)
-        if inner in (_TRUE, _FALSE):
+        if inner in (TRUE, FALSE):
             return at + num
         _check_depth(at, depth)
         for _ in range(num):
-            at = at + 1 if inner == _I32 and data[at] < 0x80 else _after(data, at, inner, depth - 1)
+            at = at + 1 if inner == I32 and data[at] < 0x80 else _after(data, at, inner, depth - 1)
         return at
-    if kind in (_TRUE, _FALSE):
+    if kind in (TRUE, FALSE):
         return at  # the kind is the value
     if kind in (_BYTE, _DOUBLE):
         return at + (8 if kind == _DOUBLE else 1)
@@ -101,11 +117,11 @@ def _after_struct(data: Any, at: int, depth: int) -> int:
         if head < 16:
             at = _unsigned(data, at)[1]
         kind = head & 15
-        if kind == _BINARY and data[at] < 0x80:
+        if kind == BINARY and data[at] < 0x80:
             at += 1 + data[at]
-        elif _I16 <= kind <= _I64 and data[at] < 0x80:
+        elif _I16 <= kind <= I64 and data[at] < 0x80:
             at += 1
-        elif kind > _FALSE:
+        elif kind > FALSE:
             at = _after(data, at, kind, depth)
     return at + 1
 
@@ -135,11 +151,12 @@ def _unsigned(data: Any, at: int) -> tuple[int, int]:
         at += 1
         byte = data[at]
         value |= (byte & 0x7F) << shift
-        if byte < 0x80:
+        if byte < 0x80 and value < 1 << 64:
             return value, at + 1
-    raise ThriftError(f"the number before byte {at} is too long")
+    raise ThriftError(f"the number before byte {at + 1} is too long")
 
 
-def _signed(data: Any, at: int) -> tuple[int, int]:
+def read_number(data: Any, at: int) -> tuple[int, int]:
+    """The number of up to 64 bits at byte `at`, and the place after it. IndexError where the bytes end."""
     value, at = _unsigned(data, at)
     return value >> 1 ^ -(value & 1), at

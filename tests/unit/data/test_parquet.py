@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from some_tensors import forget_peak, peak_bytes
 
-from mpitrain.data.documents import DamagedSampleError, DamagedShardError
+from mpitrain.data.documents import DamagedSampleError, DamagedShardError, pages
 from mpitrain.data.documents.pages import Extent
 from mpitrain.data.documents.parquet import Limits, ParquetReader
+from mpitrain.data.documents.thrift import BINARY, I32, I64, ThriftError, Wanted, read_struct
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -53,7 +54,8 @@ def test_a_row_group_with_more_text_than_is_held(tmp_path: Path, encoding: str, 
         assert read(reader) == expected
         reader.close()
     with pytest.raises(
-        DamagedShardError, match=r"a.parquet, row group 0: its first \d+ of 800 rows, .* expected at most 5000000"
+        DamagedShardError,
+        match=r"a.parquet, row group 0: \d+ rows are read at once, .* at most 16777216 rows of 5000000",
     ):
         read(ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=SMALL._replace(most_bytes=5_000_000)))
 
@@ -76,7 +78,7 @@ def test_a_small_file_that_stands_for_much_text(tmp_path: Path, encoding: str) -
     limits = Limits(piece_bytes=1 << 20, held_bytes=2 << 20, most_bytes=12 << 20)
     before = forget_peak()
     with pytest.raises(
-        DamagedShardError, match=rf"row group 0: its first \d\d of {num} rows, .* expected at most 12582912"
+        DamagedShardError, match=r"row group 0: \d+ rows are read at once, 0 of other .* rows of 12582912"
     ):
         read(ParquetReader(path, "a.parquet", limits=limits))
     assert peak_bytes() - before < 12 << 20
@@ -121,6 +123,81 @@ def test_rows_that_are_decoded_together() -> None:
         worst = max(sum(pages[number][1] for number in its) for its in touched)
         assert rows == 1 or worst <= max(most // 2, 3 * own)
         assert rows == 1 or rows * shared <= most // 2
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.6"])
+def test_columns_of_the_usual_form_are_read_as_any_others(tmp_path: Path, version: str) -> None:
+    """Of a footer that is sound, and of a thousand that are not."""
+    columns = {
+        "text": ["some", "text", None, "more"] * 4 + ["x" * 200] * 4,
+        "n": range(20),
+        "at": [0.5] * 20,
+        "is": [True, None] * 10,
+    }
+    parquet.write_table(
+        arrow.table(columns), tmp_path / "a.parquet", row_group_size=5, version=version, use_dictionary=["text", "n"],
+        write_page_index=True,
+    )  # fmt: skip
+    data = (tmp_path / "a.parquet").read_bytes()
+    length = int.from_bytes(data[-8:-4], "little")
+    footer, any_form = data[-8 - length : -8], pages._COLUMN._replace(usual=lambda data, at: None)
+    seen: list[tuple[int, int]] = []
+
+    def usual(data: bytes, at: int) -> None:
+        if found := pages._usual_column(data, at):
+            assert found == read_struct(data, at, len(data), any_form)
+            seen.append((at, found[1]))
+
+    whole = Wanted({4: Wanted({1: any_form._replace(usual=usual), 3: I64})})
+    read_struct(footer, 0, length, whole)
+    assert len(seen) == 15  # of 16, without one with a text of 200 letters
+    draws, sound = random.Random(0), list(seen)
+    for _ in range(1000):
+        begin, end = draws.choice(sound)
+        changed = bytearray(footer)
+        changed[draws.randrange(begin, end)] = draws.randrange(256)
+        usual(bytes(changed), begin)
+    assert len(seen) > 400
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted", "expected"),
+    [
+        (b"\x15\x02\x15\x04\0", {1: I32}, {1: 1}),
+        (b"\x15\x02\x06\x02\x08\0", {1: I32}, {1: 1}),  # field 1 again, of another kind
+        (b"\x15\x02\x05\x02\x08\0", {1: I32}, "there twice"),
+        (b"\x15\x02\x05\x82\x80\x08\x08\0", {1: I32}, "has the number 65537"),
+        (b"\x15\x82\x80\x80\x80\x20\0", {1: I32}, "is 4294967297"),
+        (b"\x16\x82\x80\x80\x80\x20\0", {1: I64}, {1: 4294967297}),
+        (b"\x16" + b"\xff" * 9 + b"\x01\0", {1: I64}, {1: -1 << 63}),
+        (b"\x16" + b"\xff" * 9 + b"\x03\0", {1: I64}, "too long"),
+        (b"\x18\x02ab\0", {1: BINARY}, {1: b"ab"}),
+        (b"\x18\x02ab\0", {1: I32}, {}),
+    ],
+)
+def test_values_that_pyarrow_reads_as_others_are_errors(data: bytes, wanted: dict[int, int], expected: object) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ThriftError, match=expected):
+            read_struct(data, 0, len(data), Wanted(wanted))
+    else:
+        assert read_struct(data, 0, len(data), Wanted(wanted)) == (expected, len(data))
+
+
+def test_rows_without_text_take_bounded_memory(tmp_path: Path) -> None:
+    num = 6_000_000
+    parquet.write_table(arrow.table({"text": arrow.nulls(num, arrow.string())}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 20_000
+    few = Limits(piece_rows=10_000, most_rows=100_000)
+    before = forget_peak()
+    with pytest.raises(
+        DamagedShardError, match=r"row groups 0 to 5: 110000 rows are read at once, .* at most 100000 rows"
+    ):
+        ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=few).cut(0, 1 << 60)
+    assert peak_bytes() - before < 12 << 20
+    cut = ParquetReader(tmp_path / "a.parquet", "a.parquet").cut(0, 1 << 60)
+    assert len(cut) == num
+    with pytest.raises(DamagedSampleError, match="row 5999999: expected text, got null"):
+        cut.text(num - 1)
 
 
 def test_two_columns_of_one_name(tmp_path: Path) -> None:
