@@ -22,9 +22,10 @@ from ckpt.format.boxes import Shape
 from ckpt.format.hdf5 import INDEX_NAME, h5_type
 from ckpt.format.manifest import File, Manifest, Tensor
 from ckpt.storage.catalog import read_manifest
+from ckpt.storage.child import MORE_MEMORY, explained
 from ckpt.storage.local_path import LocalPath, open_folder, open_regular
 
-_MORE_MEMORY = 1 << 30
+_BYTES_OF_SOURCE = 32 << 10  # at most: HDF5 has two lists of a tensor's sources in memory
 _MAX_ATTRIBUTES = 64
 _MAX_FINDINGS = 100  # per file
 
@@ -34,16 +35,18 @@ def main() -> None:
 
     The first list of each file has no problem. It shows the parent at which file this process ended.
     """
+    path = LocalPath(sys.argv[1])
+    manifest = read_manifest(path)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + _MORE_MEMORY
+    most_sources = max((len(tensor.blocks) for tensor in manifest.tensors.values()), default=0)
+    limit = pages * resource.getpagesize() + MORE_MEMORY + most_sources * _BYTES_OF_SOURCE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for finding in findings(LocalPath(sys.argv[1])):
+    for finding in findings(path, manifest):
         print(json.dumps(finding), flush=True)
 
 
-def findings(path: LocalPath) -> Iterator[tuple[str, str | None, str | None]]:
+def findings(path: LocalPath, manifest: Manifest) -> Iterator[tuple[str, str | None, str | None]]:
     """(file, tensor or None, problem) of the checkpoint `path`. The first entry of each file has no problem."""
-    manifest = read_manifest(path)
     folder = open_folder(path)
     try:
         for file in manifest.files:
@@ -53,7 +56,8 @@ def findings(path: LocalPath) -> Iterator[tuple[str, str | None, str | None]]:
                     yield file.name, tensor, problem
             # HDF5 raises errors of many classes.
             except Exception as error:
-                yield file.name, None, f"HDF5 cannot read it: {str(error)[:200]!r}"
+                problem = (str(error) or type(error).__name__)[:200]
+                yield file.name, None, explained(f"HDF5 cannot read it: {problem!r}")
     finally:
         os.close(folder)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.storage.child import environment, signal_name
+from ckpt.storage.child import ALONE, MORE_MEMORY, environment, explained, signal_name
+from ckpt.storage.local_path import open_given
 from collectives.programs import import_paths
 
 _MAX_MESSAGE_BYTES = 1 << 16
 # With -I Python ignores the environment, and imports nothing from the current folder.
 _CHILD = """
 import json, runpy, sys
-sys.path[:] = json.loads(sys.argv[2])
-runpy.run_path(sys.argv[3], run_name="__main__")
+sys.path[:] = json.loads(sys.argv[3])
+runpy.run_path(sys.argv[4], run_name="__main__")
 """
 
 
@@ -58,10 +58,10 @@ class VectorFiles:
     def map(self, path: str | os.PathLike[str], name: str | None = None) -> np.ndarray:
         """See `map_vector`."""
         path = Path(path)
-        with os.fdopen(_opened(path), "rb") as file:
+        with os.fdopen(open_given(path), "rb") as file:
             found = self._ask(file.fileno(), name)
             if isinstance(found, str):
-                raise ValueError(f"{path}: {found}")
+                raise ValueError(f"{path}: {explained(found)}")
             offset, dtype, length = found["offset"], np.dtype(found["dtype"]), found["length"]
             if offset + length * dtype.itemsize > os.fstat(file.fileno()).st_size:
                 raise ValueError(f"{path}: it is cut off: its dataset ends at byte {offset + length * dtype.itemsize}")
@@ -83,14 +83,18 @@ class VectorFiles:
         code = self._end()
         if code == 1:  # Python's own errors, such as a module that is missing
             raise OSError("the process that opens HDF5 files cannot start; expected `python -c 'import h5py'` to work")
-        return f"HDF5 crashes on it, or does not end: {signal_name(-code)}; the file is damaged"
+        return (
+            f"HDF5 crashes on it, does not end, or needs more than {MORE_MEMORY >> 20} MiB of memory: {signal_name(-code)}; the file "
+            f"is damaged, or has too much in it: {ALONE}"
+        )
 
     def _start(self) -> None:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = Path(__file__).with_name("vectors.py")
         with its:
+            words = [str(its.fileno()), str(MORE_MEMORY)]
             self._child = subprocess.Popen(
-                [sys.executable, "-I", "-c", _CHILD, str(its.fileno()), json.dumps(import_paths()), str(program)],
+                [sys.executable, "-I", "-c", _CHILD, *words, json.dumps(import_paths()), str(program)],
                 stdin=subprocess.DEVNULL,
                 env=environment(),
                 pass_fds=[its.fileno()],
@@ -103,12 +107,3 @@ class VectorFiles:
         code = self._child.wait() if self._child is not None else 0
         self._socket = self._child = None
         return code
-
-
-def _opened(path: Path) -> int:
-    """A descriptor of a file. ValueError if it is no regular one: a pipe would never end."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ValueError(f"{path}: expected a regular file")
-    return fd

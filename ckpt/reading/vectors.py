@@ -1,7 +1,8 @@
 """The program that finds vectors in HDF5 files for mapping.py, in a process of its own: HDF5 may crash on a damaged file, or never end.
 
 A message to it is JSON with the name of a dataset or null, and comes with the descriptor of an open file. The answer is JSON: a dict
-with `offset`, `length` and `dtype`, or a text that says what is wrong. The program ends with the socket, its argument.
+with `offset`, `length` and `dtype`, or a text that says what is wrong. The program ends with the socket. Its arguments are the socket,
+and the bytes of memory that it may take when it has begun.
 
 It imports h5py alone, and not the package, so that it starts in a tenth of a second.
 """
@@ -18,7 +19,6 @@ from typing import Any
 
 import h5py
 
-_MORE_MEMORY = 1 << 30
 _CPU_S = 10.0  # for a file
 _MAX_MESSAGE_BYTES = 1 << 16
 _MAX_LINKS = 16  # that lead from one to the next; HDF5 has the same limit
@@ -33,7 +33,7 @@ class _NotMappedError(Exception):
 def main() -> None:
     """Answer messages."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    memory = pages * resource.getpagesize() + _MORE_MEMORY
+    memory = pages * resource.getpagesize() + int(sys.argv[2])
     for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0)):
         resource.setrlimit(kind, (limit, limit))
     with socket.socket(fileno=int(sys.argv[1])) as parent:
@@ -53,7 +53,7 @@ def _answer(file: int, name: str | None) -> dict[str, Any] | str:
     except _NotMappedError as error:
         return str(error)
     except Exception as error:  # HDF5 raises errors of many classes
-        return f"HDF5 cannot read it: {str(error)[:200]!r}"
+        return f"HDF5 cannot read it: {(str(error) or type(error).__name__)[:200]!r}"
     finally:
         os.close(file)
 

@@ -5,6 +5,12 @@ import signal
 
 from collectives.launcher import LAUNCHER_PREFIXES
 
+MORE_MEMORY = 384 << 20
+"""The bytes that a child may add to what it has when it has imported h5py. HDF5 needs 90 MB for a group of 200,000 datasets, and 300 MB
+for a virtual dataset of 20,000 sources. The sizes of values and chunks do not matter, because none are read."""
+
+ALONE = "copy what is wanted to a file of its own (h5copy)"
+
 
 def environment() -> dict[str, str]:
     """The variables of this process without those of the launcher and of ours, so that the child is no rank, and loads no plug-in."""
@@ -24,3 +30,10 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def explained(problem: str) -> str:
+    """A problem that HDF5 has with a file, with the limit and a remedy if it is that of memory."""
+    if "alloc" not in problem.lower() and "MemoryError" not in problem:
+        return problem
+    return f"{problem}; the file is damaged, or needs more than {MORE_MEMORY >> 20} MiB of memory to be opened: {ALONE}"

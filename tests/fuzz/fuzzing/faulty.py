@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +22,19 @@ def refuse_in_lines() -> None:
 
 
 def grow() -> None:
-    bytearray(b"\1" * 1) * (MAX_GROWN_BYTES + (64 << 20))
+    bytearray(b"\1") * (MAX_GROWN_BYTES + (64 << 20))
 
 
 def grow_slowly() -> None:
     while True:
-        _kept.append(bytearray(b"\1" * 1) * (8 << 20))
+        _kept.append(bytearray(b"\1") * (8 << 20))
         time.sleep(0.002)
+
+
+def grow_in_a_child() -> None:
+    """Half of it here, half of it in a process that ends before the answer."""
+    half = bytearray(b"\1") * (MAX_GROWN_BYTES // 2 + (32 << 20))
+    subprocess.run([sys.executable, "-c", f"import time; x = bytes([1]) * {len(half)}; time.sleep(0.2)"], check=True)
 
 
 KINDS: dict[str, tuple[Callable[[], object], str]] = {
@@ -42,6 +50,7 @@ KINDS: dict[str, tuple[Callable[[], object], str]] = {
     "a hang": (lambda: time.sleep(60), "hangs; it said:\nTimeout"),
     "memory": (grow, "grows"),
     "memory by and by": (grow_slowly, "grows: "),
+    "memory of a child": (grow_in_a_child, "grows: "),
 }
 """What the reader does, and the beginning of the fault that is to be found; "" if there is none."""
 
@@ -61,7 +70,10 @@ class Faulty(Target):
         return True
 
     def read(self, folder: Path) -> object:
-        return KINDS[(folder / "kind").read_text()][0]()
+        kind = folder / "kind"
+        act, _ = KINDS[kind.read_text()]
+        kind.write_text("changed by the reader")
+        return act()
 
 
 TARGET = Faulty()

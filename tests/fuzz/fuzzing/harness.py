@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fuzzing import memory
+from fuzzing.worker import UNTOUCHED
+
 MAX_GROWN_BYTES = 500 << 20
 MAX_FAULTS = 10
 START_S = 120.0  # to import torch on a busy machine, and to read the sound inputs
 GRACE_S = 5.0  # for the stacks of a hang
-_LOOK_S = 0.05
+_LOOK_S = 0.01
 
 
 class EndedError(Exception):
@@ -40,26 +43,34 @@ class Worker:
         return self._process is not None
 
     def ask(self, question: dict[str, Any], limit_s: float, max_bytes: int | None = None) -> dict[str, Any]:
-        """The worker's answer. EndedError with the reason if it takes too long, ends, or needs more memory than `max_bytes`."""
+        """The worker's answer. EndedError with the reason if it takes too long, ends, or needs more memory than `max_bytes`.
+
+        Memory is that of the worker and its child processes together. "peak_bytes" of the answer is at least what was seen here: the
+        worker does not see what a child needed that has ended.
+        """
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # an end is found below
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
-        deadline = time.monotonic() + limit_s
+        deadline, most_bytes = time.monotonic() + limit_s, 0
         while b"\n" not in self._buffer:
             if select.select([process.stdout], [], [], _LOOK_S)[0]:
                 if not (piece := os.read(process.stdout.fileno(), 1 << 16)):
                     raise EndedError(self._cause())
                 self._buffer += piece
-            elif time.monotonic() > deadline:
+                continue
+            most_bytes = max(most_bytes, memory.resident_bytes(process.pid))
+            if time.monotonic() > deadline:
                 self.close()
                 raise EndedError(f"hangs: no answer within {limit_s:g} s, and no stacks{self._said()}")
-            elif max_bytes is not None and (used := _resident(process.pid)) > max_bytes:
+            if max_bytes is not None and most_bytes > max_bytes:
                 self.close()
-                raise EndedError(f"grows: {used >> 20} MiB of memory; expected at most {max_bytes >> 20} MiB")
+                raise EndedError(f"grows: {most_bytes >> 20} MiB of memory; expected at most {max_bytes >> 20} MiB")
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
+        if "peak_bytes" in answer:
+            answer["peak_bytes"] = max(answer["peak_bytes"], most_bytes)
         return answer
 
     def close(self) -> None:
@@ -94,13 +105,6 @@ class Worker:
     def _said(self) -> str:
         text = (self.folder / "stderr").read_text(errors="replace")
         return f"; it said:\n{text[-6000:]}" if text else ""
-
-
-def _resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):  # it ends
-        return 0
 
 
 @dataclass
@@ -147,7 +151,7 @@ def run(worker: Worker, module: str, seed: int, cases: range, kept: Path) -> Rep
         report.cases += 1
         if problem := _one(worker, {"module": module, "seed": seed, "case": case}, sound, report):
             where = kept / f"{name}-seed-{seed}-case-{case}"
-            shutil.copytree(worker.folder / "input", where, symlinks=True, copy_function=_copy_plain)
+            shutil.copytree(worker.folder / UNTOUCHED, where, symlinks=True, copy_function=_copy_plain)
             again = f"python -m pytest tests/fuzz -k {name} --seed {seed} --case {case}"
             report.faults.append(f"case {case} of {name} {problem}\nkept in {where}; again: {again}")
             if len(report.faults) == MAX_FAULTS:

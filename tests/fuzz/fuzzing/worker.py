@@ -5,13 +5,11 @@ inputs without a number are sound ones: they warm the reader up, and what the pr
 readers print goes to stderr. A hang prints the stacks of all threads, and ends the process.
 """
 
-import contextlib
 import faulthandler
 import gc
 import importlib
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -19,9 +17,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzzing import verdict
+from fuzzing import memory, verdict
 from fuzzing.target import Target, fuzzed, write_files
 
+UNTOUCHED = "untouched"
+"""The folder with the files of an input once more, because a reader may change those that it gets."""
 NUM_SOUND = 5  # inputs, so that all kinds have been read before the memory at rest is taken
 
 
@@ -54,20 +54,21 @@ def _warmed_up(target: Target, asked: dict[str, Any], work: Path) -> dict[str, A
         if found["outcome"] != "read" or not found["passes"]:
             return {**found, "outcome": "failed", "message": f"number {number}, {found}"}
     gc.collect()
-    return {"outcome": "read", "rest_bytes": _memory("VmRSS"), "limit_s": target.limit_s}
+    return {"outcome": "read", "rest_bytes": memory.resident_bytes(os.getpid()), "limit_s": target.limit_s}
 
 
 def _answer(target: Target, rng: Random, work: Path, *, sound: bool = False) -> dict[str, Any]:
-    folder = work / "input"
-    for used in (folder, work / "output"):
+    folder, untouched = work / "input", work / UNTOUCHED
+    for used in (folder, untouched, work / "output"):
         shutil.rmtree(used, ignore_errors=True)
-    folder.mkdir()
     files = dict(target.wrap(rng, target.make(rng))) if sound else fuzzed(target, rng)
-    write_files(files, folder)
+    for place in (folder, untouched):
+        place.mkdir()
+        write_files(files, place)
     passes = target.passes(files)
     del files
     faulthandler.dump_traceback_later(target.limit_s, exit=True)
-    _forget_peak()
+    memory.forget_peaks(os.getpid())
     start = time.monotonic()
     outcome, message = "read", ""
     try:
@@ -78,20 +79,8 @@ def _answer(target: Target, rng: Random, work: Path, *, sound: bool = False) -> 
         message = f"{problem}\n{verdict.described(error)}" if problem else str(error)
     seconds = time.monotonic() - start
     faulthandler.cancel_dump_traceback_later()
-    peak = _memory("VmHWM")
+    peak = memory.peak_bytes(os.getpid())
     return {"outcome": outcome, "message": message, "passes": passes, "seconds": seconds, "peak_bytes": peak}
-
-
-def _forget_peak() -> None:
-    """Let the peak of the memory begin anew, where the system allows it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _memory(key: str) -> int:
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
 
 
 if __name__ == "__main__":

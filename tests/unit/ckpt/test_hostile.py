@@ -23,6 +23,7 @@ from ckpt.check import audit, inspecting
 from ckpt.commit import atomic
 from ckpt.format.manifest import FILE_NAME, MAX_LINE_BYTES, MAX_SEQUENCE, MAX_SIZE
 from ckpt.saving import describing
+from ckpt.storage.catalog import read_manifest
 from ckpt.storage.local_path import LocalPath
 
 DATA, INDEX = "rank-00000.h5", "index.h5"
@@ -364,7 +365,9 @@ def test_other_tools_are_warned(tmp_path, name):
     # Ours does not care, and every byte is what the manifest says.
     assert ckpt.open(path)["m/w"].read().tolist() == [[0, 1], [2, 3], [4, 5]] and ckpt.verify(path) == []
     # What the child would say, in this process: these files are sound as such.
-    (found,) = [(file, f"{tensor!r}: {what}") for file, tensor, what in audit.findings(LocalPath(path)) if what]
+    folder = LocalPath(path)
+    answers = audit.findings(folder, read_manifest(folder))
+    (found,) = [(file, f"{tensor!r}: {what}") for file, tensor, what in answers if what]
     assert found[0] == INDEX and problem in found[1]
 
 

@@ -195,14 +195,14 @@ WRONG = {
     of_twelve_bits: "'tokens' has integers that do not fill their bytes",
     matrix_beside_a_vector: "expected a 1-D dataset of integers named 'tokens', got lengths",
     cut_off: "HDF5 cannot read it: .*truncated file|it is cut off",
-    a_pipe: "expected a regular file",
+    a_pipe: "is a pipe; expected a regular file",
 }
 
 
 @pytest.mark.parametrize("make", WRONG, ids=lambda make: make.__name__)
 def test_what_no_map_can_show(tmp_path: Path, files: ckpt.VectorFiles, make) -> None:  # type: ignore[no-untyped-def]
     path = make(tmp_path)
-    with pytest.raises(ValueError, match=f"^{path}: {WRONG[make]}"):
+    with pytest.raises(ValueError, match=f"^{path}:? {WRONG[make]}"):
         files.map(path)
 
 
@@ -220,13 +220,33 @@ def test_a_file_on_which_hdf5_crashes(tmp_path: Path, monkeypatch: pytest.Monkey
     with ckpt.VectorFiles() as files, monkeypatch.context() as patch:
         patch.setattr(mapping, "_CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
         with pytest.raises(
-            ValueError, match=f"^{good}: HDF5 crashes on it, or does not end: SIGSEGV; the file is damaged"
+            ValueError,
+            match=f"^{good}: HDF5 crashes on it, does not end, or needs more than .*: SIGSEGV; the file is damaged",
         ):
             files.map(good)
         patch.undo()
         assert files.map(good).tolist() == VALUES.tolist()
         assert files._child is not None
         files._child.send_signal(signal.SIGPROF)  # as if it took too long
-        with pytest.raises(ValueError, match="does not end: SIGPROF"):
+        with pytest.raises(ValueError, match=r"does not end, .*: SIGPROF"):
             files.map(good)
         assert files.map(good).tolist() == VALUES.tolist()
+
+
+def test_the_memory_of_hdf5_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_sources(count: int) -> Path:
+        layout = h5py.VirtualLayout((count,), "u2")
+        for i in range(count):
+            layout[i] = h5py.VirtualSource(f"{i}.h5", "x", (1,))[0]
+        with h5py.File(tmp_path / f"{count}.h5", "w") as file:
+            file.create_virtual_dataset("v", layout)
+            file["tokens"] = VALUES
+        return tmp_path / f"{count}.h5"
+
+    with ckpt.VectorFiles() as files, pytest.raises(ValueError, match="'v' is virtual"):
+        files.map(with_sources(1000), "v")
+    monkeypatch.setattr(mapping, "MORE_MEMORY", 8 << 20)
+    with ckpt.VectorFiles() as files:
+        with pytest.raises(ValueError, match=r"needs more than \d+ MiB of memory.*h5copy"):
+            files.map(tmp_path / "1000.h5", "v")
+        assert files.map(tmp_path / "1000.h5")[0] == 1000

@@ -1,0 +1,51 @@
+"""The memory of a process and its child processes together: a reader may let a child read what could end its own process."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+
+def resident_bytes(pid: int) -> int:
+    """What the processes need now."""
+    return sum(_number(its, "VmRSS") << 10 for its in _with_children(pid))
+
+
+def peak_bytes(pid: int) -> int:
+    """What each process needed at most since `forget_peaks`, added up: at least what all needed at one time."""
+    return sum(_number(its, "VmHWM") << 10 for its in _with_children(pid))
+
+
+def forget_peaks(pid: int) -> None:
+    """Let the peaks begin anew, where the system allows it."""
+    for its in _with_children(pid):
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{its}/clear_refs").write_text("5")
+
+
+_parents: dict[int, int] = {}
+
+
+def _with_children(pid: int) -> list[int]:
+    """The process and what it has started. A child that is not yet another program shares the memory of its parent."""
+    there = {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+    for gone in _parents.keys() - there:
+        del _parents[gone]
+    for new in there - _parents.keys():
+        _parents[new] = _number(new, "PPid")
+    found, program = [pid], _read(pid, "cmdline")
+    for its in found:
+        found += [child for child, parent in _parents.items() if parent == its and _read(child, "cmdline") != program]
+    return found
+
+
+def _number(pid: int, key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+)", _read(pid, "status"), re.MULTILINE)
+    return int(found[1]) if found else 0  # it ends
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except OSError:
+        return ""
