@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from collectives.files import open_new
 from collectives.texts import shown
 
 _VISIBLE_S = 10.0
-_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # nobody can have put a link there before
 _BUFFER_BYTES = 4 << 20
 _BEGIN_BYTES = 16 << 20
 _SHARED_BYTES = 2 << 20  # two ranges may share a page of the page cache, which is rarely larger than this
@@ -60,7 +60,7 @@ def check_room(path: Path, nbytes: int) -> None:
     HDF5 1.10 crashes the process if it cannot close a file on a full disk, so this check comes before HDF5.
     """
     with naming(path):
-        fd = patient(lambda: os.open(path, os.O_WRONLY | _NEW, 0o600))
+        fd = patient(lambda: open_new(path, 0o600))
         try:
             os.write(fd, bytes(min(nbytes, 1 << 16)))  # fails on a full disk or a used-up quota
             os.ftruncate(fd, nbytes)  # fails at a limit on the size of files
@@ -110,7 +110,7 @@ def copy_file(opened: io.FileIO, source: Path, target: Path) -> None:
 
 @contextmanager
 def _new_file(path: Path, *, durable: bool, cached: bool) -> Iterator[int]:
-    fd = os.open(path, os.O_WRONLY | _NEW, 0o666)
+    fd = open_new(path)
     try:
         yield fd
         if durable:
@@ -177,7 +177,7 @@ class Output:
         """Make the file `temporary`, for which what was left there is removed; returns its descriptor."""
         with naming(self.path):
             self.temporary.unlink(missing_ok=True)
-            return os.open(self.temporary, os.O_WRONLY | _NEW, 0o666)
+            return open_new(self.temporary)
 
     def flush(self) -> None:
         """Flush the file `temporary` to the disk."""

@@ -3,6 +3,7 @@
 validation.py checks the contents of the files.
 """
 
+import errno
 import os
 import socket
 import stat
@@ -10,10 +11,7 @@ from pathlib import Path, PosixPath
 
 from ckpt.format.manifest import CheckpointError, File, OutOfReachError
 from ckpt.storage.local import copy_file, patient, write_file
-
-_KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"
-}  # fmt: skip
+from collectives import files as safe
 
 
 def open_folder(path: str | os.PathLike[str]) -> int:
@@ -27,33 +25,30 @@ def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int
     `folder`: a descriptor from `open_folder`, in which `path` is a plain name. So a reader stays in this folder if another program
     replaces it meanwhile.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{os.path.basename(path)} is no regular file")
-    return fd
+    try:
+        return safe.open_regular(path, folder=folder)
+    except safe.OddFileError as error:
+        if error.errno == errno.ELOOP:  # what it leads to may be a checkpoint
+            raise
+        raise CheckpointError(f"{os.path.basename(path)} {error.what}") from None
 
 
-def open_given(path: str | os.PathLike[str]) -> int:
+def open_given(path: str | os.PathLike[str], most_bytes: int | None = None) -> int:
     """A descriptor to read a file that a user or a checkpoint names. Links are followed, as those of a cache of models.
 
-    OSError if it is missing, or ValueError if it is no regular file. A pipe is not waited for, and a device is not opened.
+    OSError if it is missing, or ValueError if it is no regular file, or has more than `most_bytes`. A pipe is not waited for, and a
+    device is not opened.
     """
-    mode = os.stat(path).st_mode
-    if stat.S_ISREG(mode):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if stat.S_ISREG(mode := os.fstat(fd).st_mode):  # it may be another one by now
-            return fd
-        os.close(fd)
-    raise ValueError(f"{os.fspath(path)} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}; expected a regular file")
+    try:
+        return safe.open_regular(path, links=True, most_bytes=most_bytes)
+    except safe.OddFileError as error:
+        raise ValueError(f"{os.fspath(path)} {error.what}") from None
 
 
 def read_given(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """The bytes of such a file. ValueError also if it has more than `most_bytes`."""
-    with open(open_given(path), "rb") as file:
-        if (nbytes := os.fstat(file.fileno()).st_size) > most_bytes:
-            raise ValueError(f"{os.fspath(path)} has {nbytes} bytes; expected at most {most_bytes}")
-        return file.read(nbytes)
+    with open(open_given(path, most_bytes), "rb") as file:
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 class LocalPath(PosixPath):

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from collectives.diagnosis import stacks
-from collectives.diagnosis.failure import write_new
 from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, newest_operations, open_operations
+from collectives.files import write_new
 
 NUM_SHOWN = 20  # the newest operations, on stderr
 _NUM_BRIEF = 5
@@ -100,7 +100,7 @@ def write_file(why: str) -> bool:
     try:
         RecordOutput.folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        write_new(partial, text(why) + stacks_text)
+        write_new(partial, (text(why) + stacks_text).encode(errors="backslashreplace"))
         partial.replace(file)
     except OSError as error:
         say(

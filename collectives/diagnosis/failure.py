@@ -13,10 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from collectives.files import open_regular, write_new
 from collectives.texts import without_secrets
 
 _VARIABLE = "MPITRAIN_FAILURE_FILE"
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a link may lead to any file
 
 
 class _Output:
@@ -75,23 +75,16 @@ def _also() -> Path | None:
     return Path(os.environ[_VARIABLE]) if os.environ.get(_VARIABLE) else None
 
 
-def write_new(file: Path, text: str) -> None:
-    """Write a new file in place of what is there, never through a link. OSError."""
-    file.unlink(missing_ok=True)
-    with open(os.open(file, _FLAGS | os.O_EXCL, 0o666), "w") as stream:
-        stream.write(text)
-
-
 def _write(file: Path, text: str) -> bool:
     """Append a report; whether it is the first one in the file."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        write_new(partial, text)
+        write_new(partial, text.encode(errors="backslashreplace"))
         os.link(partial, file)
         return True
     except OSError:  # there is a report already, or a file system has no links
         is_first = not file.exists()
-        with open(os.open(file, _FLAGS | os.O_APPEND | os.O_NONBLOCK, 0o666), "a") as stream:
+        with open(open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as stream:
             stream.write(text)
         return is_first
     finally:

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ckpt
+from collectives.files import open_regular
 from collectives.texts import without_secrets
 from mpitrain.data.checksums import difference
 from mpitrain.data.documents import DamagedShardError, ending_of, is_compressed
@@ -225,7 +226,7 @@ def _written_since(path: Path, began: float) -> str:
 @contextmanager
 def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a lock of this node. BlockingIOError if another process has it, and `wait` is false."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield

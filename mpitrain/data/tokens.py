@@ -18,6 +18,7 @@ import numpy as np
 
 import ckpt
 from ckpt.storage.local_path import open_given
+from collectives.files import open_new, write_new
 from mpitrain.data.documents import with_more_files
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
@@ -72,7 +73,8 @@ class MegatronWriter:
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._path, self._dtype = path, dtype.newbyteorder("<")
         self._code = next(code for code, kind in _IDX_DTYPES.items() if np.dtype(kind) == dtype)
-        self._file = _part_of(path).open("wb")
+        _part_of(path).unlink(missing_ok=True)  # of a process that was killed
+        self._file = os.fdopen(open_new(_part_of(path)), "wb")
         self._waiting: list[np.ndarray] = []
         self._num_waiting = 0
         self._lengths: list[int] = []
@@ -107,9 +109,8 @@ class MegatronWriter:
         index = self._path.with_suffix(".idx")
         head = _IDX_HEAD.pack(_IDX_MAGIC, 1, self._code, len(lengths), len(lengths) + 1)
         ends_of_documents = np.arange(len(lengths) + 1, dtype="<i8")  # in sequences: each is one
-        _part_of(index).write_bytes(
-            head + lengths.tobytes() + begins.astype("<i8").tobytes() + ends_of_documents.tobytes()
-        )
+        body = head + lengths.tobytes() + begins.astype("<i8").tobytes() + ends_of_documents.tobytes()
+        write_new(_part_of(index), body)
         _part_of(index).replace(index)
         _part_of(self._path).replace(self._path)
 

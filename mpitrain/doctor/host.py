@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import xxhash
 
+from collectives.files import open_new
 from collectives.transports.node import memory
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
 
@@ -41,7 +42,7 @@ def node_memory() -> Memory:
         room = os.statvfs(folder)
         total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
         path = folder / f"mpitrain-{os.getpid()}-{uuid4().hex}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = open_new(path, 0o600)
         try:
             os.posix_fallocate(fd, 0, 1 << 20)
         finally:

@@ -22,6 +22,7 @@ from uuid import uuid4
 from collectives.diagnosis import dump
 from collectives.diagnosis.hangs import process
 from collectives.diagnosis.job import keep
+from collectives.files import open_new
 from collectives.transports.node.memory import folder
 
 _PAGE = 4096
@@ -65,7 +66,7 @@ class Board:
         path = node.bcast(str(folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"))
         with suppress(OSError):
             if node.rank == 0:
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                self._fd = open_new(path, 0o600)
         try:
             node.Barrier()
             with suppress(OSError):

@@ -24,6 +24,7 @@ import numpy as np
 from collectives.arrays.buffer import address_of
 from collectives.bench.units import show_bytes
 from collectives.diagnosis import together
+from collectives.files import open_new
 
 _ALIGN = mmap.PAGESIZE
 
@@ -94,7 +95,7 @@ class NodeMemory:
                 if length != length_0:
                     raise ValueError(f"{length} bytes asked for here, {length_0} on rank 0")
                 if mpi.rank == 0:
-                    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                    fd = open_new(path, 0o600)
                     os.ftruncate(fd, length)
             with together(mpi, doing):
                 fd = os.open(path, os.O_RDWR) if fd < 0 else fd

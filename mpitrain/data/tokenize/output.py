@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from collectives.files import write_new
 from mpitrain.config import ConfigError, FolderInUseError
 from mpitrain.data.tokenize.documents import Piece
 from mpitrain.elastic.folder_lock import FolderLock, LockedError
@@ -148,7 +149,7 @@ class Output:
 
 def _write(path: Path, data: bytes) -> None:
     part = path.with_name(f"{path.name}.part")
-    part.write_bytes(data)
+    write_new(part, data)
     part.replace(path)
 
 

@@ -171,8 +171,14 @@ HOSTILE = {
     "a link as a data file": (lambda p: instead(p, DATA, Path.symlink_to), "links and devices"),
     "a link as the manifest": (lambda p: instead(p, FILE_NAME, Path.symlink_to), "cannot be read"),
     "a pipe as a data file": (lambda p: instead(p, DATA, lambda at, _: os.mkfifo(at)), "links and devices"),
-    "a pipe as the manifest": (lambda p: instead(p, FILE_NAME, lambda at, _: os.mkfifo(at)), "no regular file"),
-    "a folder as the manifest": (lambda p: instead(p, FILE_NAME, lambda at, _: at.mkdir()), "no regular file"),
+    "a pipe as the manifest": (
+        lambda p: instead(p, FILE_NAME, lambda at, _: os.mkfifo(at)),
+        "is a pipe; expected a regular file",
+    ),
+    "a folder as the manifest": (
+        lambda p: instead(p, FILE_NAME, lambda at, _: at.mkdir()),
+        "is a folder; expected a regular file",
+    ),
     "a device as a data file": (
         lambda p: instead(p, DATA, lambda at, _: at.symlink_to("/dev/zero")),
         "links and devices",

@@ -1,0 +1,88 @@
+"""Opening files that others may have made, so that none can hurt the process that opens it, and making new ones that nobody has made.
+
+Standard library only: processes on hosts without packages load this file by its path.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {
+    stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_SAFE = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # if it became another one after the look at it
+
+
+class OddFileError(OSError):
+    """What is there is no regular file, or too long: another try will not help.
+
+    `what`: "is a pipe; expected a regular file".
+    """
+
+    def __init__(self, number: int, what: str, path: str) -> None:
+        super().__init__(number, f"it {what}", path)
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def open_regular(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    mode: int = 0o666,
+    *,
+    folder: int | None = None,
+    links: bool = False,
+    most_bytes: int | None = None,
+) -> int:
+    """A descriptor of a regular file. A pipe is not waited for, and a device is not opened.
+
+    Args:
+        flags: and `mode`, of `os.open`. O_CREAT makes the file if there is none.
+        folder: a descriptor of a folder, in which `path` is.
+        links: follow a link at the end of `path`.
+        most_bytes: of the file.
+
+    Raises:
+        OddFileError: it is something else, or longer.
+        OSError: it is missing, or cannot be opened.
+    """
+    try:
+        _check(path, os.stat(path, dir_fd=folder, follow_symlinks=links), most_bytes)
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    fd = os.open(path, flags | _SAFE | (0 if links else os.O_NOFOLLOW), mode, dir_fd=folder)
+    try:
+        _check(path, os.fstat(fd), most_bytes)
+    except OddFileError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check(path: str | os.PathLike[str], found: os.stat_result, most_bytes: int | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = stat.S_IFMT(found.st_mode)
+        what, number = _KINDS.get(kind, "something else"), errno.ELOOP if kind == stat.S_IFLNK else errno.EINVAL
+        raise OddFileError(number, f"is {what}; expected a regular file", os.fspath(path))
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise OddFileError(
+            errno.EFBIG, f"has {found.st_size:,} bytes; expected at most {most_bytes:,}", os.fspath(path)
+        )
+
+
+def open_new(path: str | os.PathLike[str], mode: int = 0o666) -> int:
+    """A descriptor of a new file, to read and write. FileExistsError if there is anything, also a link to nothing. OSError."""
+    return os.open(path, _NEW, mode)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a new file in place of what is there, never through a link. OSError."""
+    path.unlink(missing_ok=True)
+    with open(open_new(path), "wb") as file:
+        file.write(data)
