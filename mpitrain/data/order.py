@@ -20,6 +20,9 @@ from mpitrain.data.tokens import Tokens
 _ROUNDS = 6
 """Rounds of the Feistel network: 4 give a permutation without a visible pattern; 2 more cost little."""
 
+_AT_A_TIME = 1 << 21
+"""Images that are computed at a time, in 16 to 64 times as many bytes."""
+
 
 def permute(indices: np.ndarray, num: int, keys: np.ndarray) -> np.ndarray:
     """Images of some indices under a permutation of [0, num).
@@ -41,6 +44,10 @@ def permute(indices: np.ndarray, num: int, keys: np.ndarray) -> np.ndarray:
             left, right = right, left ^ (_mix(right + key) & mask)
         return left << half | right
 
+    if np.size(indices) > _AT_A_TIME:  # the same in less memory
+        flat = np.reshape(indices, -1)
+        parts = [permute(flat[at : at + _AT_A_TIME], num, keys) for at in range(0, flat.size, _AT_A_TIME)]
+        return np.concatenate(parts).reshape(np.shape(indices))
     images = network(np.array(indices, np.uint64).reshape(-1))
     domain = 1 << 2 * int(half)
     # A table of the whole domain, where it is not much more than what is asked for: looking up is faster than computing again.

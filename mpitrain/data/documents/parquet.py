@@ -27,7 +27,7 @@ class Limits(NamedTuple):
     """In all."""
     piece_rows: int = 1 << 20
     """Decoded at a time: rows without text have no bytes."""
-    most_rows: int = 1 << 24
+    most_rows: int = 1 << 23
     """In all."""
 
 

@@ -1,7 +1,7 @@
 """The documents of one source, chunk by chunk, as tokens."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -61,16 +61,12 @@ class Feed:
         epoch, shard, begin = self.sequence[chunk]
         says = self._leads or (begin == 0 and self.sequence.begins_era(epoch))  # one lane has this chunk in this epoch
         cut = self._open.cut(shard, begin, begin + self.sequence.chunk_bytes, says=says)
-        kept: Sequence[int] | np.ndarray = range(len(cut))
+        kept = np.arange(len(cut))
         if self._keeps is not None:
-            kept = [index for index in kept if self._keeps(cut.key(index))]
-        num = len(kept)
-        order = (
-            permute(np.arange(num), num, keys_of(self.sequence.seed, self.name, "documents", chunk))
-            if num > 1
-            else range(num)
-        )
-        return Documents(cut, np.asarray(kept, np.int64)[np.asarray(order, np.int64)].tolist())
+            kept = np.fromiter((index for index in range(len(cut)) if self._keeps(cut.key(index))), np.int64)
+        if (num := len(kept)) > 1:
+            kept = kept[permute(np.arange(num), num, keys_of(self.sequence.seed, self.name, "documents", chunk))]
+        return Documents(cut, kept)
 
     def shard_of(self, chunk: int) -> tuple[str, int]:
         """The path or URL of a chunk's shard, and its size in bytes."""
@@ -99,8 +95,8 @@ class Feed:
 class Documents:
     """The documents of a chunk, in the order in which they come."""
 
-    def __init__(self, cut: Cut, order: list[int]) -> None:
-        self._cut, self._order = cut, order
+    def __init__(self, cut: Cut, order: np.ndarray) -> None:
+        self._cut, self._order = cut, memoryview(order)  # of integers: NumPy's would take longer
         self.num_all = len(cut)
         """The documents of the chunk, those of the other side of a split included."""
 
