@@ -96,7 +96,7 @@ class Documents:
     """The documents of a chunk, in the order in which they come."""
 
     def __init__(self, cut: Cut, order: np.ndarray) -> None:
-        self._cut, self._order = cut, memoryview(order)  # of integers: NumPy's would take longer
+        self._cut, self._order = cut, order.data  # of integers: NumPy's would take longer
         self.num_all = len(cut)
         """The documents of the chunk, those of the other side of a split included."""
 
