@@ -59,7 +59,8 @@ def without_secrets(text: str) -> str:
 
 def _public(found: re.Match[str]) -> str:
     rest, begin = found[0], found.start()
-    places = [0, *(each.end() - 3 for each in _NEXT.finditer(rest, 4)), len(rest)]
+    further = _NEXT.finditer(rest, 4) if rest.find("://", 4) > 0 else ()
+    places = [0, *(each.end() - 3 for each in further), len(rest)]
     scheme, text = found.string[max(begin - _LONGEST_SCHEME, 0) : begin], ""
     for at, end in pairwise(places):
         text += "://" + _without_user(scheme, rest[at + 3 : end])

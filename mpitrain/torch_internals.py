@@ -34,6 +34,28 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
+class _Given(torch.autograd.Function):
+    """A number whose gradient in its inputs is given."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, *ctx.grads
+
+
+def backward(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """`torch.autograd.backward(outputs, grads)`, which checks the shapes of `grads` by sympy: an import of 0.25 s and 35 MB.
+
+    RuntimeError if a gradient has another shape than its output.
+    """
+    with torch.enable_grad():
+        _Given.apply(grads, *outputs).backward()
+
+
 def hook_gradient(tensor: torch.Tensor, act: Callable[[torch.Tensor], Any]) -> None:
     """`tensor.register_hook(act)` for any tensor that has a gradient.
 

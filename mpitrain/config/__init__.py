@@ -9,7 +9,7 @@ from mpitrain.config.errors import ConfigError, FolderInUseError
 from mpitrain.config.optim import OptimConfig
 from mpitrain.config.parallel import ParallelConfig
 from mpitrain.config.ranks import check_ranks
-from mpitrain.config.reading import from_text, from_toml, of_run, parse
+from mpitrain.config.reading import from_flat, from_text, from_toml, of_run, parse
 from mpitrain.config.secrets import has_secrets, hidden, public
 from mpitrain.config.settings import CheckpointConfig, Config, LogConfig, ModelConfig, TrainConfig
 from mpitrain.config.writing import differences, to_toml
@@ -28,6 +28,7 @@ __all__ = [
     "TrainConfig",
     "check_ranks",
     "differences",
+    "from_flat",
     "from_text",
     "from_toml",
     "has_secrets",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -17,11 +17,10 @@ import msgspec
 
 from collectives.texts import HIDDEN, without_secrets
 from mpitrain.config.errors import ConfigError
-from mpitrain.config.secrets import public, reachable
+from mpitrain.config.secrets import ON_EVENT, public, reachable
 from mpitrain.config.settings import Config, kinds
 from mpitrain.config.writing import print_help, wanted
-from mpitrain.monitor.record.alerts import SETTING as ON_EVENT
-from mpitrain.monitor.record.files import read, toml_of
+from mpitrain.files import read_toml, toml_of
 
 
 def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
@@ -59,18 +58,21 @@ def of_run(path: Path) -> Config:
     The folder may be a stranger's: no command and no module is taken from it, and the file is a regular one of a usual length.
     """
     try:
-        text = read(path).decode()
+        values = _read_document(lambda: _values_of(read_toml(path), str(path)), str(path))
     except OSError as error:
         raise ConfigError(f"settings file {path}: {error.strerror or error}") from None
-    except ValueError as error:  # bytes that are not UTF-8
-        raise ConfigError(f"settings file {path} is not valid TOML: {error}") from None
-    found = reachable(public(from_text(text, str(path))))
+    found = reachable(public(_build(Config(), values)))
     return replace(found, log=replace(found.log, modules=()))
 
 
 def from_text(text: str, source: str) -> Config:
     """Settings from the text that `to_toml` made; raises ConfigError like `parse`, with `source` in the message."""
     return _build(Config(), _read_text(text, source))
+
+
+def from_flat(settings: Mapping[str, Any], source: str) -> Config:
+    """Settings from their values by full name; raises ConfigError like `parse`, with `source` in the message."""
+    return _build(Config(), _read_document(lambda: _known(settings, source), source))
 
 
 _MAX_SAID = 1000  # characters of an error about a file
@@ -145,8 +147,13 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _read_text(text: str, source: str) -> dict[str, Any]:
     """Values of a TOML document by full name; errors name `source`."""
+    return _read_document(lambda: _values_of(toml_of(text), source), source)
+
+
+def _read_document(read: Callable[[], dict[str, Any]], source: str) -> dict[str, Any]:
+    """What `read` gives. ConfigError, which names `source` and is not long, for a ValueError."""
     try:
-        return _values_of(toml_of(text), source)
+        return read()
     except ConfigError as error:
         if len(said := str(error)) > _MAX_SAID:  # it has a name or a value of a stranger
             raise ConfigError(f"{said[:_MAX_SAID]} ...") from None
@@ -158,22 +165,29 @@ def _read_text(text: str, source: str) -> dict[str, Any]:
 def _values_of(document: Mapping[str, Any], source: str) -> dict[str, Any]:
     types = kinds()
     sections = {name.partition(".")[0] for name in types if "." in name}
-    values: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for top, content in document.items():
         if top in sections:
             if not isinstance(content, dict):
                 raise ConfigError(
                     f"{top} in {source}: expected a section [{top}], got {without_secrets(repr(content)):.200}"
                 )
-            entries = {f"{top}.{key}": value for key, value in content.items()}
+            entries |= {f"{top}.{key}": value for key, value in content.items()}
         elif isinstance(content, dict) and top not in types:
             raise ConfigError(f"unknown section [{top}] in {source}: {_hint(top, sections, '[{}]')}")
         else:
-            entries = {top: content}
-        for name, value in entries.items():
-            if name not in types:
-                raise ConfigError(f"unknown setting {name} in {source}: {_hint(name, types, '{}')}")
-            values[name] = _checked(_present(name, value), types[name], f"{name} in {source}")
+            entries[top] = content
+    return _known(entries, source)
+
+
+def _known(entries: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Values by full name with their types."""
+    types = kinds()
+    values: dict[str, Any] = {}
+    for name, value in entries.items():
+        if name not in types:
+            raise ConfigError(f"unknown setting {name} in {source}: {_hint(name, types, '{}')}")
+        values[name] = _checked(_present(name, value), types[name], f"{name} in {source}")
     return values
 
 
@@ -202,7 +216,7 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
     if get_origin(kind) is tuple and isinstance(value, list):
         for item in value:
             _checked(item, get_args(kind)[0], name)
-    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # stand for bytes that are not UTF-8
+    if isinstance(value, str) and not _is_text(value):
         raise ConfigError(f"{name}: expected text in UTF-8, which a TOML file can hold, got {value!r:.200}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ConfigError(f"{name}: expected a number below 2**63, got one of {value.bit_length()} bits")
@@ -220,6 +234,15 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
             raise error.__cause__ from None
         given = HIDDEN if ON_EVENT in name.replace("-", "_") else f"{without_secrets(repr(value)):.200}"
         raise ConfigError(f"{name}: expected {wanted(kind)}, got {given}") from None
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written in UTF-8: a flag may have bytes that cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _hint(name: str, known: Iterable[str], form: str) -> str:

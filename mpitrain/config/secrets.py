@@ -8,7 +8,9 @@ from typing import Any
 
 from collectives.texts import HIDDEN, without_secrets
 from mpitrain.config.settings import Config, flat
-from mpitrain.monitor.record.alerts import SETTING as ON_EVENT
+
+ON_EVENT = "log.on_event"
+"""The setting of a command that may have a secret, such as the address of a web hook."""
 
 
 def public(config: Config) -> Config:

@@ -14,7 +14,9 @@ from mpitrain.config.errors import ConfigError, expect
 from mpitrain.config.optim import OptimConfig
 from mpitrain.config.parallel import ParallelConfig
 from mpitrain.models.sizes import TransformerConfig, resolve
-from mpitrain.monitor.trace.request import MOST_STEPS as MOST_TRACED
+
+MOST_TRACED = 200
+"""Steps of a trace. It grows by some MB of memory a step."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from ckpt.commit.owner import FolderOwner, owner_of, signature, start_time
 from collectives.texts import shown
 from mpitrain.elastic.marks import LOCK, MOST_NUMBER, OLD_S, STALE_S, process_space
-from mpitrain.monitor.record.files import OddFileError, making, open_regular, read, write_all
+from mpitrain.files import OddFileError, making, open_regular, read, write_all
 
 BEAT_S = 5.0
 _MOST_BYTES = 1 << 16

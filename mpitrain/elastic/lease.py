@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.elastic.marks import whole
-from mpitrain.monitor.record.files import read_object, replace
+from mpitrain.files import read_object, replace
 
 NAME = ".lease"
 _RUN = re.compile(r"\w{1,40}", re.ASCII)  # it becomes a part of the names of files

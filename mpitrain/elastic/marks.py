@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from mpitrain.monitor.record.files import read_object, replace
+from mpitrain.files import read_object, replace
 
 ALIVE, DONE, LAUNCH = ".alive", ".done", ".launch"
 LOCK = ".lock"

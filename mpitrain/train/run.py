@@ -26,9 +26,9 @@ from mpitrain.config import Config, ConfigError, FolderInUseError, has_secrets, 
 from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.marks import LOCK, is_left_behind
+from mpitrain.files import replace
 from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import write_event
-from mpitrain.monitor.record.files import replace
 from mpitrain.train.checkpoints.meta import age_of
 
 

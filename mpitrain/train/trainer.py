@@ -12,11 +12,11 @@ import collectives
 from collectives import Communicator, recovery
 from mpitrain.config import Config
 from mpitrain.elastic.marks import Reason, launch_number
+from mpitrain.files import replace
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.models.draws import seed_all
 from mpitrain.monitor.console import Terminal
 from mpitrain.monitor.heading import heading
-from mpitrain.monitor.record.files import replace
 from mpitrain.monitor.record.lines import is_evaluated
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.rank0 import on_rank0

@@ -79,6 +79,30 @@ def test_no_kind_of_parallelism_imports_another() -> None:
     assert any(is_of(other, "mpitrain.parts") for other in imported(known["mpitrain.tensor.api"], known))
 
 
+def test_settings_and_files_are_below_what_uses_them() -> None:
+    """`config` is below `elastic` and `monitor`, and the functions that open the files of a run's folder are below all three."""
+    known = modules()
+    allowed = {
+        "mpitrain.files": (),
+        "mpitrain.config": (
+            "mpitrain.config",
+            "mpitrain.files",
+            "mpitrain.models",
+            "mpitrain.stages.schedules",
+            "collectives.texts",
+        ),
+    }
+    wrong = [
+        f"{name} imports {other}"
+        for folder, below in allowed.items()
+        for name, path in known.items()
+        if name == folder or name.startswith(f"{folder}.")
+        for other in imported(path, known)
+        if not any(other == each or other.startswith(f"{each}.") for each in below)
+    ]
+    assert wrong == []
+
+
 def test_no_folder_holds_too_many_modules() -> None:
     crowded = {}
     for folder in {path.parent for path in modules().values()}:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.elastic.supervisor.hosts import Host, as_list, parse_file, parse_list
-from mpitrain.monitor.record.files import toml_of
+from mpitrain.files import toml_of
 
 Kind = Literal["openmpi", "mpich", "other"]
 """The family of the launcher. Of another one (srun, a script) the supervisor knows neither hosts nor numbers of ranks."""

@@ -11,9 +11,9 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from mpitrain.files import toml_of
 from mpitrain.monitor.reading.events import typed
 from mpitrain.monitor.reading.run import RunRecord, flat_settings
-from mpitrain.monitor.record.files import toml_of
 from mpitrain.monitor.report.summary import settings_of
 
 

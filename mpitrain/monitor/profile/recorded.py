@@ -12,7 +12,8 @@ import numpy as np
 from rich.console import RenderableType
 
 from collectives.bench.kit.tables import plural
-from mpitrain.config import Config, from_text
+from mpitrain.config import Config, from_flat
+from mpitrain.files import read
 from mpitrain.monitor.profile.advice import Advised, advised
 from mpitrain.monitor.profile.fitting import Figures, figures_of
 from mpitrain.monitor.profile.memory_kinds import KINDS as MEMORY_KINDS
@@ -21,9 +22,8 @@ from mpitrain.monitor.profile.parts import KINDS, LAYERS, Parts
 from mpitrain.monitor.profile.sentences import sentences
 from mpitrain.monitor.profile.table import of_layers, of_memory, of_ranks
 from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE
-from mpitrain.monitor.reading.run import MOST_SETTINGS_BYTES, Event, RunRecord, read_run
+from mpitrain.monitor.reading.run import SETTINGS, Event, RunRecord, read_run
 from mpitrain.monitor.reading.tables import Array, Table
-from mpitrain.monitor.record.files import read
 from mpitrain.monitor.record.metrics import PARTS
 from mpitrain.plan.machine import Machine
 from mpitrain.plan.measuring.memory import node_bytes
@@ -168,14 +168,14 @@ class _Saved(msgspec.Struct):
 
 
 def _config(record: RunRecord, notes: list[str]) -> Config | None:
-    path = record.folder / "config.toml"
+    """The settings; None, with a note, without them. Those of a folder that cannot be read have a note already."""
+    if not record.settings:
+        return None
     try:
-        return from_text(read(path, most_bytes=MOST_SETTINGS_BYTES).decode(), str(path))
-    except OSError as error:
-        notes.append(f"what to try: {path} cannot be read: {error.strerror or error}")
+        return from_flat(record.settings, str(record.folder / SETTINGS))
     except ValueError as error:
         notes.append(f"what to try: {error}")
-    return None
+        return None
 
 
 class _Rows(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import msgspec
 
 from collectives.texts import shown, without_secrets
+from mpitrain.files import blocks_of_lines, json_of
 from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE, MOST_STEP, MOST_TIME_S
 from mpitrain.monitor.reading.words import damaged
 from mpitrain.monitor.record.events import NAME
-from mpitrain.monitor.record.files import blocks_of_lines, json_of
 
 MOST_EVENTS, _MOST_BYTES = 100_000, 32 << 20
 """Of more events, or of longer lines together, the last ones are kept."""

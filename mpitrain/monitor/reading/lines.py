@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from mpitrain.monitor.record.files import blocks_of_lines
+from mpitrain.files import blocks_of_lines
 
 Line = dict[str, Any]
 MOST_STEP = 2**31 - 1

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.texts import shown, without_secrets
+from mpitrain.config.secrets import ON_EVENT
+from mpitrain.files import read_toml
 from mpitrain.monitor.reading.events import read_events, seconds_of
 from mpitrain.monitor.reading.lines import MOST_FIGURE, MOST_STEP, read_blocks
 from mpitrain.monitor.reading.tables import Array, Table, TableBuilder
 from mpitrain.monitor.reading.words import GRAVE, damaged
-from mpitrain.monitor.record.alerts import SETTING as ON_EVENT
 from mpitrain.monitor.record.events import NAME as EVENTS
-from mpitrain.monitor.record.files import read, toml_of
 
-MOST_SETTINGS_BYTES = 1 << 20
 METRICS, RANKS, SETTINGS = "metrics.jsonl", "ranks.jsonl", "config.toml"
 SUMMARY = ("min", "median", "max", "worst rank")
 """The figures of a summary, which stands in place of all ranks' values from 64 ranks on."""
@@ -253,7 +252,7 @@ def _read_events(folder: Path, steps: Table, notes: list[str]) -> list[Event]:
 def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
     """The settings as they are in the file, without secrets: those of another version are no error."""
     try:
-        return flat_settings(toml_of(read(path, most_bytes=MOST_SETTINGS_BYTES).decode()))
+        return flat_settings(read_toml(path))
     except FileNotFoundError:
         notes.append(f"there is no {path.name}")
     except OSError as error:

@@ -12,11 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from mpitrain.monitor.record.files import adding
+from mpitrain.files import adding
 
 NAME = "alerts.log"
-SETTING = "log.on_event"
-"""The command may have a secret, such as the address of a web hook. It is in RUN/config.toml for people, and nowhere else."""
 COMMAND_S = 60
 """A command that takes longer is ended."""
 AT_ONCE = 4

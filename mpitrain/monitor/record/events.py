@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mpitrain.monitor.record.files import adding, write_all
+from mpitrain.files import adding, write_all
 
 NAME = "events.jsonl"
 REGULAR = frozenset({"begin", "save", "skip", "trace", "end"})

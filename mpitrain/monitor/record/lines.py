@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from mpitrain.monitor.record.files import MOST_LINE_BYTES, MOST_LINES_BYTES, adding, reading
+from mpitrain.files import MOST_LINE_BYTES, MOST_LINES_BYTES, adding, reading
 
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 

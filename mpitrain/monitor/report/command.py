@@ -7,9 +7,9 @@ from pathlib import Path
 from collectives.bench.kit.pictures import need_matplotlib
 from collectives.commands.terminal import UsageError
 from collectives.texts import shown
+from mpitrain.files import replace
 from mpitrain.monitor.picture import writing
 from mpitrain.monitor.reading.run import read_run
-from mpitrain.monitor.record.files import replace
 from mpitrain.monitor.report.document import make_document
 from mpitrain.monitor.report.of_ranks import panels_of_layers, panels_of_ranks
 from mpitrain.monitor.report.of_steps import charts_of_steps

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from mpitrain.monitor.record.files import making, open_regular, partial_of
+from mpitrain.files import making, open_regular, partial_of
 from mpitrain.monitor.sinks.sink import About, Figures, Sink
 
 _MOST_BYTES = 4 << 30

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from mpitrain.monitor.record.files import adding, reading
+from mpitrain.files import adding, reading
 from mpitrain.monitor.sinks.sink import About, Figures, Sink
 
 _MOST_BYTES = 64 * 2**20  # of messages that the program has not taken; W&B may need a minute to start

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from collectives.texts import shown
-from mpitrain.monitor.record.files import read_text, replace
+from mpitrain.files import read_text, replace
 from mpitrain.monitor.sinks.sink import About, tag
 
 _EARLIER_S = 90.0  # for the end of an earlier program of this run

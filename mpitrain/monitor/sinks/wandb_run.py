@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from mpitrain.monitor.record.files import open_regular, read_text
+from mpitrain.files import open_regular, read_text
 from mpitrain.monitor.sinks.sink import About
 
 _MOST_BYTES = 1 << 30

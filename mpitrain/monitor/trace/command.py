@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from collectives.texts import shown
+from mpitrain.config.settings import MOST_TRACED
 from mpitrain.elastic.folder_lock import Holder
 from mpitrain.monitor.trace import request
-from mpitrain.monitor.trace.request import MOST_STEPS
 
 _POLL_S = 0.2
 
@@ -29,9 +29,9 @@ def main(words: list[str]) -> int:
         "--draw", type=Path, metavar="FILE", help="draw the trace, or the newest one, to FILE.svg or FILE.png"
     )
     options = parser.parse_args(words)
-    if options.steps is not None and not 1 <= options.steps <= MOST_STEPS:
+    if options.steps is not None and not 1 <= options.steps <= MOST_TRACED:
         raise ValueError(
-            f"trace: --steps: expected 1 to {MOST_STEPS}, because a trace grows by some MB of memory a step, got {options.steps}"
+            f"trace: --steps: expected 1 to {MOST_TRACED}, because a trace grows by some MB of memory a step, got {options.steps}"
         )
     if options.timeout <= 0:
         raise ValueError(f"trace: --timeout: expected seconds above 0, got {options.timeout}")

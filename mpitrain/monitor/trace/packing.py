@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpitrain.monitor.record.files import blocks_of_lines, json_of
+from mpitrain.files import blocks_of_lines, json_of
 
 _HEAD = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"  # gzip, deflate, no time, no name, any system
 _END = b"\x03\0"  # an empty last block

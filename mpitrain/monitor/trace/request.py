@@ -1,4 +1,4 @@
-"""RUN/.trace: a request for a trace while the run trains, and its answer. The standard library alone.
+"""RUN/.trace: a request for a trace while the run trains, and its answer.
 
     {"id", "steps", "time", "timeout_s", "state": "asked"}    by the command
     {..., "state": "taken"}                                   by rank 0 of the run, which traces
@@ -13,12 +13,11 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+from mpitrain.config.settings import MOST_TRACED
 from mpitrain.elastic.marks import number, whole, write
-from mpitrain.monitor.record.files import read_object
+from mpitrain.files import read_object
 
 NAME = ".trace"
-MOST_STEPS = 200
-"""Of a trace. It grows by some MB of memory a step."""
 EVERY_S = 1.0
 """Seconds between two looks of a run. More looks would burden a file system of many nodes."""
 
@@ -89,7 +88,7 @@ class Requests:
         if (
             found is None
             or not found.is_open
-            or not 1 <= found.steps <= MOST_STEPS
+            or not 1 <= found.steps <= MOST_TRACED
             or (self._served and found.id == self._served.id)
         ):
             return 0

@@ -15,8 +15,8 @@ from torch import nn
 import collectives
 from collectives import Communicator
 from collectives.diagnosis import record
+from mpitrain.files import making, partial_of, write_all
 from mpitrain.monitor.gauges.phases import StepClock
-from mpitrain.monitor.record.files import making, partial_of, write_all
 from mpitrain.monitor.trace import communication, packing
 from mpitrain.monitor.trace.clocks import TAG, Clocks
 from mpitrain.monitor.trace.events import LAYERS, OPERATORS, PIPELINE, STEPS, Part

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from collectives.texts import shown
 from mpitrain.elastic.marks import DONE, LOCK, OLD_S, STALE_S, last_launch, read_done
+from mpitrain.files import read_beginning
 from mpitrain.monitor.pace import Pace
 from mpitrain.monitor.reading.events import read_events, seconds_of
 from mpitrain.monitor.reading.follow import Follower
@@ -17,7 +18,6 @@ from mpitrain.monitor.reading.lines import Line
 from mpitrain.monitor.reading.numbers import duration
 from mpitrain.monitor.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings
 from mpitrain.monitor.record.events import NAME as EVENTS
-from mpitrain.monitor.record.files import read_beginning
 from mpitrain.monitor.watch.ranks import RankFigures
 from mpitrain.monitor.watch.series import Thinned
 

@@ -7,18 +7,19 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from collectives.diagnosis.checked import DifferentCallsError
+from mpitrain import files
 from mpitrain.cli import _line
 from mpitrain.elastic import marks
 from mpitrain.elastic.folder_lock import FolderLock, Holder
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.supervisor.folder import RunFolder
-from mpitrain.monitor.record import files
 from mpitrain.monitor.record.events import write_event
 from mpitrain.monitor.record.lines import LinesFile, is_evaluated
 from mpitrain.monitor.trace import request
@@ -101,6 +102,49 @@ def test_settings_with_many_dots() -> None:
     dots = "a.b.c." * 10
     text = f"x = '{dots}'\ny = \"{dots} \\\" {dots}\" # {dots}\nz = '''{dots}\n'{dots}'''\nw = [1.5, 2.5,\n3.5]\n"
     assert files.toml_of(text) == {"x": dots, "y": f'{dots} " {dots}', "z": f"{dots}\n'{dots}", "w": [1.5, 2.5, 3.5]}
+
+
+LIST = "[data]\npath = [" + "".join(f'"s3://bucket/{"d" * 180}/{n:08}", ' for n in range(50_000)) + "]\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0.b.c.d.e.f.g.h.i.j.k = 1\n" * 300_000, "a = [" + "1," * 3_000_000 + "]", "[a]\n" * 2_000_000,
+        'a = "' + "\\n" * 8_000_000 + '"', "a = [" + '"",' * 2_000_000 + "]", 'a = """' + "x" * 20_000_000 + '"""',
+        "a = '\U0001f600" + "a" * 9_000_000, 'a = """a""""\n' + ".".join("a" * 5000) + ' = 1 # "',
+    ],
+)  # fmt: skip
+def test_settings_that_are_too_long(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x"
+    path.write_text(text)
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=r"too long|too deeply|expected at most"):
+        files.read_toml(path)
+    assert time.perf_counter() - began < 2
+
+
+def test_settings_with_long_lists(tmp_path: Path) -> None:
+    """Of shards, in each kind of quotes: the same as Python's module reads."""
+    path = tmp_path / "x"
+    path.write_text(LIST)
+    began = time.perf_counter()
+    found = files.read_toml(path)["data"]["path"]
+    assert time.perf_counter() - began < 2
+    assert found == json.loads(LIST[LIST.index("[", 1) :].rstrip(", ]\n") + "]") and len(found) == 50_000
+    long = "long enough for another kind of quotes"
+    text = rf'''
+a = "{long}" # "{long}
+b = ["{long}", "{long}'s", "{long}\"", '{long}"', "", "short", """{long}
+""""", """{long}\"""", "{long}"]
+"{long}" = {{ "{long} a" = "{long}", c.'{long}' = "{long}é\u00e9" }}
+[t."{long}"]
+d = "{long}"
+'''
+    assert files.toml_of(text) == tomllib.loads(text)
+    for wrong in (f"a = ''\"{long}\"'''", f'a = "{long}', f'a = "{long}\n"', f"a = \"{long}\"''", f'a = "{long}\0"'):
+        with pytest.raises(ValueError):
+            files.toml_of(wrong)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpitrain import files
 from mpitrain.bench.monitoring.recorded_runs import BEGAN, write_run
 from mpitrain.monitor.reading.run import read_run
 from mpitrain.monitor.reading.smoothing import smoothed
-from mpitrain.monitor.record import files
 
 
 def test_the_whole_record(tmp_path: Path) -> None:

@@ -23,7 +23,11 @@ MOST_LINE_BYTES = 8 << 20
 MOST_LINES_BYTES = 64 << 30
 """Of a file of lines."""
 MOST_TEXT_BYTES = 4 << 20
-"""Of settings, reports and marks."""
+"""Of reports and marks."""
+MOST_SETTINGS_BYTES = 32 << 20
+"""Of settings, with a list of a hundred thousand shards."""
+_MOST_WORK = 1 << 20
+"""Of tomllib for a text: it takes about a microsecond for a character outside of strings, and less than that for one of a string."""
 _MOST_DEEP = 16
 """Parts of a name in TOML. The settings of a run have two."""
 _MOST_RATIO, _MOST_UNPACKED_BYTES = 200, 8 << 30
@@ -112,36 +116,74 @@ def json_of(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """The TOML document in a file of settings. OSError: see `open_regular`; ValueError: see `toml_of`."""
+    data = read(path, most_bytes=MOST_SETTINGS_BYTES)
+    width = 4 if re.search(rb"[\xf0-\xff]", data) else 2 if re.search(rb"[\xc4-\xff]", data) else 1
+    if len(data) * width > MOST_SETTINGS_BYTES:  # one such character makes all of them so wide in memory
+        raise ValueError(
+            f"it has {len(data):,} bytes; expected at most {MOST_SETTINGS_BYTES // width:,} with such characters"
+        )
+    return toml_of(data.decode())
+
+
 def toml_of(text: str) -> dict[str, Any]:
-    """The document of a TOML text. ValueError, also for one that is nested too deep: Python takes hours for a name of many parts."""
-    if any(name.count(".") >= _MOST_DEEP for name in _NAME.findall("".join(_without_strings(text)))):
+    """The document of a TOML text. ValueError, also for one that takes Python more than seconds: deep names, or very many of them."""
+    outside: list[str] = []
+    written: list[str] = []
+    work = text.count("\\")
+    for part, quote in _parts(text) if work <= _MOST_WORK else ():
+        if not quote:
+            outside.append(part)
+            work += len(part) + part.count(".")
+        elif quote == '"' and written[-1] and _is_plain(part):
+            part = f"'{part[1:-1]}'"  # the same string: tomllib looks at each character of one in the other quotes
+            work += 1
+        else:
+            work += 1 + len(part) // 16
+        if work > _MOST_WORK:
+            break
+        written.append(part)
+    if work > _MOST_WORK:
+        raise ValueError(
+            f"it is too long: it has more than some {_MOST_WORK:,} characters outside of texts, or escapes"
+        )
+    if any(name.count(".") >= _MOST_DEEP for name in _NAME.findall("".join(outside))):
         raise ValueError(f"it is nested too deeply: it has a name of more than {_MOST_DEEP} parts")
     try:
-        return tomllib.loads(text)
+        return tomllib.loads("".join(written))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
+def _is_plain(string: str) -> bool:
+    """Whether a string in double quotes is the same one in single quotes. Short ones may as well stay as they are."""
+    return len(string) > 20 and string[-1] == '"' and not ("\\" in string or "'" in string)
+
+
 _NAME = re.compile(r"[\w\-. \t]+")
 _OPENING = re.compile(r"\"\"\"|'''|[\"'#]")
-_ENDS = {quote: re.compile(rf"\\.|{quote}", re.DOTALL) for quote in ('"', '"""')}
+_ENDS = {
+    '"': re.compile(r'"|\\.', re.DOTALL),
+    '"""': re.compile(r'"{3,5}|\\.', re.DOTALL),  # one or two quotes before the end are of the string
+    "'": re.compile("'"),
+    "'''": re.compile("'{3,5}"),
+    "#": re.compile("\n"),
+}
 
 
-def _without_strings(text: str) -> Iterator[str]:
-    """The parts of a TOML text between its strings and remarks."""
+def _parts(text: str) -> Iterator[tuple[str, str]]:
+    """The parts of a TOML text in order: strings and remarks with what they begin with, and with "" what is between them."""
     at = 0
     while opening := _OPENING.search(text, at):
-        yield text[at : opening.start()]
-        quote, at = opening[0], opening.end()
-        if quote in _ENDS:
-            while (found := _ENDS[quote].search(text, at)) and found[0] != quote:
-                at = found.end()
-            at = found.end() if found else len(text)
-        elif (end := text.find("\n" if quote == "#" else quote, at)) < 0:
-            at = len(text)
-        else:
-            at = end + len(quote) * (quote != "#")
-    yield text[at:]
+        begin, quote = opening.start(), opening[0]
+        yield text[at:begin], ""
+        found = _ENDS[quote].search(text, opening.end())
+        while found and found[0][0] == "\\":
+            found = _ENDS[quote].search(text, found.end())
+        at = found.end() if found else len(text)
+        yield text[begin:at], quote
+    yield text[at:], ""
 
 
 # Files of lines
