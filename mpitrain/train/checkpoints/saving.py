@@ -21,8 +21,10 @@ from mpitrain.config import (
     ParallelConfig,
     differences,
     from_text,
+    packed,
     public,
     to_toml,
+    unpacked,
 )
 from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
@@ -97,7 +99,7 @@ def collect(
 def _conditions(config: Config, comm: Communicator, hardware: dict[str, Any]) -> dict[str, Any]:
     """What the bits of a run depend on, besides its state: a part of the meta. `mpitrain.monitor.diff.conditions` reads it."""
     return {
-        "config": to_toml(public(config)),
+        "config": packed(to_toml(public(config))),
         "num_ranks": comm.size,
         "collectives": comm.table.to_dict(),  # the choice of algorithms decides the order of additions
         "hardware": hardware,
@@ -143,7 +145,7 @@ def load(
     """
     meta, shapes = on_rank0(comm, lambda: _read(source))
     with comm.together():
-        saved = from_text(meta["config"], str(source))
+        saved = from_text(unpacked(meta["config"]), str(source))
         _check_model(saved, config, source)
         if optimizer is not None and saved.optim.name != config.optim.name:
             raise ConfigError(

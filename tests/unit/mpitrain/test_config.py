@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import random
 import subprocess
 import sys
+import zlib
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -23,8 +26,10 @@ from mpitrain.config import (
     check_ranks,
     differences,
     from_toml,
+    packed,
     parse,
     to_toml,
+    unpacked,
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -434,3 +439,20 @@ def test_sources_are_not_for_flags() -> None:
         ConfigError, match=r"--data.sources: expected a table with name, path, .*, in a TOML file, got 'a.tar'"
     ):
         parse(["--data.sources", "a.tar"])
+
+
+def test_long_settings_in_a_checkpoint() -> None:
+    """A list of shards may be longer than a line of a manifest. A checkpoint of a stranger has nothing that grows without end."""
+    long = "".join(f'"s3://bucket/{"d" * 80}/{number:08}", ' for number in range(60_000))
+    for text in ("steps = 1\n", f"[data]\npath = [{long}]\n"):
+        assert unpacked(packed(text)) == text
+        assert len(packed(text)) < 4 << 20
+    other = random.Random(0).randbytes(5_000_000).hex()
+    with pytest.raises(
+        ConfigError, match=r"the settings have 10,000,000 bytes, .* expected at most .*give fewer shards"
+    ):
+        packed(other)
+    bomb = base64.b64encode(zlib.compress(bytes(60_000_000))).decode()
+    for wrong in (bomb, bomb[:-8], "#", base64.b64encode(zlib.compress(b"\xff")).decode(), "é"):
+        with pytest.raises(ConfigError, match="the settings in the checkpoint are damaged, or have more than"):
+            unpacked(f"zlib:{wrong}")
