@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from ckpt.format.boxes import Box, Shape
-from ckpt.format.manifest import MAX_NDIM, axes_error, name_error, nesting_error
+from ckpt.format.manifest import axes_error, name_error, nesting_error, shape_error
 from ckpt.views import stand_in
 from collectives.arrays.buffer import as_numpy, is_jax
 from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
@@ -146,8 +146,8 @@ def _of_one(name: str, data: Any, shard: Shard | None, writable: bool) -> Local:
             raise ValueError(
                 f"tensor {name!r}: a shard of shape {array.shape} at offset {shard.offset} does not lie inside the full shape {shape}"
             )
-    if len(shape) > MAX_NDIM:
-        raise ValueError(f"tensor {name!r} has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}")
+    if problem := shape_error(shape, array.itemsize):
+        raise ValueError(f"tensor {name!r}: {problem}")
     if axes is not None and (problem := axes_error(axes, len(shape))):
         raise ValueError(f"tensor {name!r}: {problem}")
     boxes = (LocalBox(box, array, bring),) if array.size else ()

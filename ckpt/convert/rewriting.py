@@ -9,13 +9,13 @@ from ckpt.check.verifying import verify
 from ckpt.commit.atomic import Stage
 from ckpt.convert.sources import Source, SourcePart
 from ckpt.format.manifest import (
-    MAX_NDIM,
     CheckpointError,
     encode_meta,
     file_entry,
     following,
     name_error,
     nesting_error,
+    shape_error,
 )
 from ckpt.saving.describing import Contents, write_index, write_manifest
 from ckpt.saving.placement import Files, Item, cut_evenly, file_name, lay_out
@@ -79,9 +79,7 @@ def _check(sources: Sequence[Source]) -> None:
     for source in sources:
         if problem := name_error(source.name):
             raise ValueError(problem)
-        if len(source.shape) > MAX_NDIM:
-            raise ValueError(
-                f"tensor {source.name!r} has {len(source.shape)} dimensions; HDF5 knows at most {MAX_NDIM}"
-            )
+        if problem := shape_error(source.shape, DTYPES[source.dtype].itemsize):
+            raise ValueError(f"tensor {source.name!r}: {problem}")
     if problem := nesting_error(source.name for source in sources):
         raise ValueError(problem)

@@ -267,6 +267,15 @@ def _text_error(name: str) -> str | None:
     return f"the name {name!r} is no path of groups: it has an empty part, '.', '..' or a control character"
 
 
+def shape_error(shape: Sequence[int], itemsize: int) -> str | None:
+    """The reason why no tensor can have this shape, or None. NumPy has no larger arrays, also no empty ones."""
+    if len(shape) > MAX_NDIM:
+        return f"it has {len(shape)} dimensions; HDF5 knows at most {MAX_NDIM}"
+    if math.prod([n or 1 for n in shape]) * itemsize > MAX_SIZE:
+        return f"no array can have the shape {tuple(shape)}"
+    return None
+
+
 def axes_error(axes: object, ndim: int) -> str | None:
     """The reason why `axes` are not the mesh axes of `ndim` dimensions, or None."""
     fits = isinstance(axes, list | tuple) and len(axes) == ndim

@@ -23,7 +23,6 @@ from ckpt.format.manifest import (
     FORMAT,
     MAX_BYTES,
     MAX_LINE_VALUES,
-    MAX_SIZE,
     VERSION,
     CheckpointError,
     File,
@@ -38,6 +37,7 @@ from ckpt.format.manifest import (
     name_error,
     nesting_error,
     order_of,
+    shape_error,
 )
 from collectives.arrays.dtypes import DTYPES
 
@@ -227,9 +227,8 @@ def _tensor(line: bytes, header: Header) -> Tensor:
         raise refused(problem)
     if (itemsize := _ITEMSIZES.get(tensor.dtype)) is None:
         raise refused(f"tensor {name!r}: dtype {reprlib.repr(tensor.dtype)} is unknown")
-    # NumPy has no larger arrays, also no empty ones, whose shape the blocks do not limit.
-    if 0 in shape and math.prod([n or 1 for n in shape]) * itemsize > MAX_SIZE:
-        raise refused(f"tensor {name!r}: no array can have the shape {shape}")
+    if 0 in shape and (problem := shape_error(shape, itemsize)):  # other shapes are those of the blocks
+        raise refused(f"tensor {name!r}: {problem}")
     for block in blocks:
         if problem := _block_error(block, tensor.dtype, itemsize, header):
             raise refused(f"tensor {name!r}: a block of {block.shape} at {block.offset} {problem}")

@@ -37,6 +37,7 @@ DTYPES = {
 """Our names of dtypes by the names in the format."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_INDEX_BYTES = 64 << 20
+_MAX_NAME_BYTES = 255  # of a file
 _MAX_FILES = 1 << 14
 _MAX_VALUES = 1 << 21  # of JSON, for 190,000 tensors in a file; each needs up to 100 bytes
 
@@ -130,7 +131,8 @@ def _indexed(index: Path) -> list[tuple[str, set[str] | None]]:
 
 
 def _is_beside(file: str) -> bool:
-    return os.path.basename(file) == file and file not in ("", ".", "..") and file.isprintable()
+    is_name = os.path.basename(file) == file and file not in ("", ".", "..") and file.isprintable()
+    return is_name and len(file.encode()) <= _MAX_NAME_BYTES
 
 
 def _parsed(text: bytes) -> Any:

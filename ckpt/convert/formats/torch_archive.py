@@ -74,6 +74,7 @@ def check(file: IO[bytes]) -> None:
                 raise ValueError(f"it has {len(pickles)} records {_DATA[1:]}; expected one")
             if pickles[0].file_size > _MAX_PICKLE_BYTES:
                 raise ValueError(f"its pickle has {pickles[0].file_size} bytes; expected at most {_MAX_PICKLE_BYTES}")
+            del pickles[0].CRC  # a file has none if the user has told torch so, and torch does not look at it
             data = archive.read(pickles[0])
     except (
         BadZipFile,

@@ -8,7 +8,6 @@ import os
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from zipfile import ZipFile, ZipInfo
 
 from ckpt.convert.formats import torch_archive
 from ckpt.convert.sources import PieceBuffer, Source, from_array
-from ckpt.format.manifest import MAX_SIZE
+from ckpt.format.manifest import shape_error
 from ckpt.storage.local import in_a_line, pwrite_all
 from ckpt.storage.local_path import open_given
 from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of
@@ -197,9 +196,10 @@ def source_of(tensor: "torch.Tensor", name: str, buffer: PieceBuffer) -> Source:
 def _check_extent(tensor: "torch.Tensor", name: str) -> None:
     """ValueError unless the tensor lies inside its storage, and an array can have its shape. torch takes negative sizes from a file."""
     shape, strides = tuple(tensor.shape), tensor.stride()
-    size = prod([n or 1 for n in shape]) * tensor.element_size()
-    if any(number < 0 for number in (*shape, *strides)) or size > MAX_SIZE:
+    if any(number < 0 for number in (*shape, *strides)):
         raise ValueError(f"{name!r} has the shape {shape} and the strides {strides}, which no array can have")
+    if problem := shape_error(shape, tensor.element_size()):
+        raise ValueError(f"{name!r}: {problem}")
     end = tensor.storage_offset() + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if 0 not in shape and end * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ValueError(f"{name!r} has elements up to number {end}, which its file does not have")

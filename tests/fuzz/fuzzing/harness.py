@@ -45,32 +45,33 @@ class Worker:
     def ask(self, question: dict[str, Any], limit_s: float, max_bytes: int | None = None) -> dict[str, Any]:
         """The worker's answer. EndedError with the reason if it takes too long, ends, or needs more memory than `max_bytes`.
 
-        Memory is that of the worker and its child processes together. "peak_bytes" of the answer is at least what was seen here: the
-        worker does not see what a child needed that has ended.
+        Memory is that of the worker and its child processes together. "children_bytes" of the answer is at least what was seen here,
+        because the worker does not know what a child needed that has ended.
         """
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # an end is found below
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
-        deadline, most_bytes = time.monotonic() + limit_s, 0
+        deadline, most_of_children = time.monotonic() + limit_s, 0
         while b"\n" not in self._buffer:
             if select.select([process.stdout], [], [], _LOOK_S)[0]:
                 if not (piece := os.read(process.stdout.fileno(), 1 << 16)):
                     raise EndedError(self._cause())
                 self._buffer += piece
                 continue
-            most_bytes = max(most_bytes, memory.resident_bytes(process.pid))
+            used = memory.now(process.pid)
+            most_of_children = max(most_of_children, used.children)
             if time.monotonic() > deadline:
                 self.close()
                 raise EndedError(f"hangs: no answer within {limit_s:g} s, and no stacks{self._said()}")
-            if max_bytes is not None and most_bytes > max_bytes:
+            if max_bytes is not None and sum(used) > max_bytes:
                 self.close()
-                raise EndedError(f"grows: {most_bytes >> 20} MiB of memory; expected at most {max_bytes >> 20} MiB")
+                raise EndedError(f"grows: {sum(used) >> 20} MiB of memory; expected at most {max_bytes >> 20} MiB")
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
-        if "peak_bytes" in answer:
-            answer["peak_bytes"] = max(answer["peak_bytes"], most_bytes)
+        if "children_bytes" in answer:
+            answer["children_bytes"] = max(answer["children_bytes"], most_of_children)
         return answer
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ def _one(worker: Worker, question: dict[str, Any], sound: dict[str, Any], report
         answer = worker.ask(question, sound["limit_s"] + GRACE_S, rest + MAX_GROWN_BYTES)
     except EndedError as end:
         return str(end)
-    grown = answer["peak_bytes"] - rest
+    grown = answer["own_bytes"] + answer["children_bytes"] - rest
     report.passed += answer["passes"]
     report.refused += answer["outcome"] == "refused"
     report.slowest_s = max(report.slowest_s, answer["seconds"])

@@ -4,16 +4,24 @@ import contextlib
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 
-def resident_bytes(pid: int) -> int:
+class Memory(NamedTuple):
+    """Bytes of a process, and of its children together."""
+
+    own: int
+    children: int
+
+
+def now(pid: int) -> Memory:
     """What the processes need now."""
-    return sum(_number(its, "VmRSS") << 10 for its in _with_children(pid))
+    return _summed(pid, "VmRSS")
 
 
-def peak_bytes(pid: int) -> int:
+def peak(pid: int) -> Memory:
     """What each process needed at most since `forget_peaks`, added up: at least what all needed at one time."""
-    return sum(_number(its, "VmHWM") << 10 for its in _with_children(pid))
+    return _summed(pid, "VmHWM")
 
 
 def forget_peaks(pid: int) -> None:
@@ -21,6 +29,11 @@ def forget_peaks(pid: int) -> None:
     for its in _with_children(pid):
         with contextlib.suppress(OSError):
             Path(f"/proc/{its}/clear_refs").write_text("5")
+
+
+def _summed(pid: int, key: str) -> Memory:
+    own, *children = (_number(its, key) << 10 for its in _with_children(pid))
+    return Memory(own, sum(children))
 
 
 _parents: dict[int, int] = {}

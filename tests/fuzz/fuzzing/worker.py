@@ -54,7 +54,7 @@ def _warmed_up(target: Target, asked: dict[str, Any], work: Path) -> dict[str, A
         if found["outcome"] != "read" or not found["passes"]:
             return {**found, "outcome": "failed", "message": f"number {number}, {found}"}
     gc.collect()
-    return {"outcome": "read", "rest_bytes": memory.resident_bytes(os.getpid()), "limit_s": target.limit_s}
+    return {"outcome": "read", "rest_bytes": sum(memory.now(os.getpid())), "limit_s": target.limit_s}
 
 
 def _answer(target: Target, rng: Random, work: Path, *, sound: bool = False) -> dict[str, Any]:
@@ -79,8 +79,9 @@ def _answer(target: Target, rng: Random, work: Path, *, sound: bool = False) -> 
         message = f"{problem}\n{verdict.described(error)}" if problem else str(error)
     seconds = time.monotonic() - start
     faulthandler.cancel_dump_traceback_later()
-    peak = memory.peak_bytes(os.getpid())
-    return {"outcome": outcome, "message": message, "passes": passes, "seconds": seconds, "peak_bytes": peak}
+    own, children = memory.peak(os.getpid())
+    peaks = {"own_bytes": own, "children_bytes": children}
+    return {"outcome": outcome, "message": message, "passes": passes, "seconds": seconds, **peaks}
 
 
 if __name__ == "__main__":

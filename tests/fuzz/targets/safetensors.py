@@ -1,6 +1,7 @@
 """safetensors for `ckpt import`: a file, or a folder with two files and their index. Headers say anything, and their lengths fit."""
 
 import json
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from random import Random
@@ -41,6 +42,62 @@ def _placed(header: Any) -> int:
     return at
 
 
+_ODD_DTYPES = ["f32", "F64", "I8", "F8_E8M0", "F4", "F6_E2M3", "I128", "BOOL ", "", "F32" * 1000, 7, None, ["F32"]]
+
+
+def _told_wrongly(rng: Random, header: dict[str, Any]) -> None:
+    """Let the offsets, the dtype or the shape of one tensor say something else, often of another one."""
+    entries = [entry for name, entry in header.items() if name != "__metadata__" and isinstance(entry, dict)]
+    if not entries:
+        return
+    its, other = rng.choice(entries), rng.choice(entries)
+    begin, end = ends if isinstance(ends := its.get("data_offsets"), list) and len(ends) == 2 else (0, 0)
+    kind = rng.randrange(8)
+    if kind == 0:
+        its["dtype"] = rng.choice(_ODD_DTYPES)
+    elif kind == 1:
+        its["shape"] = rng.choice(
+            [other.get("shape"), [-1, -4], [1 << 32] * 2, [0, 1 << 63], [1] * 1000, [2.0], [True]]
+        )
+    elif kind == 2:
+        its["data_offsets"] = other.get("data_offsets")
+    elif type(begin) is int and type(end) is int:
+        moved = [(begin + 1, end + 1), (begin, end + 4), (end, begin), (begin - 4, end - 4), (begin, begin)]
+        its["data_offsets"] = list(moved[kind - 3])
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"\\u{ord(letter):04x}" for letter in name)
+
+
+_EMPTY = '{"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}'
+_MORE: dict[str, Callable[[str, str, int], str]] = {
+    "a name twice": lambda name, value, times: f"{json.dumps(name)}: {value}",
+    "a name twice with other values": lambda name, value, times: f"{json.dumps(name)}: {_EMPTY}",
+    "a name twice, once escaped": lambda name, value, times: f'"{_escaped(name)}": {value}',
+    "deep lists": lambda name, value, times: '"__metadata__": ' + "[" * times + "]" * times,
+    "deep objects": lambda name, value, times: '"x": ' + '{"a":' * times + "1" + "}" * times,
+    "many": lambda name, value, times: ", ".join(f'"{number}": {_EMPTY}' for number in range(times // 10)),
+    "long metadata": lambda name, value, times: '"__metadata__": {"a": "' + "x" * (100 * times) + '"}',
+    "spaces": lambda name, value, times: '"__metadata__": {}' + " " * (100 * times),
+}
+"""What is added to a header as text, from the name and value of a tensor and a number."""
+
+
+def _text(part: Any, change: dict[str, Any] | None) -> bytes:
+    """A header as JSON, with more at its beginning or end."""
+    text = json.dumps(part)
+    if change is None or not isinstance(part, dict) or not part:
+        return text.encode()
+    name = list(part)[change["number"] % len(part)]
+    more = _MORE[change["kind"]](name, json.dumps(part[name]), change["times"])
+    return (f"{{{more}, {text[1:]}" if change["first"] else f"{text[:-1]}, {more}}}").encode()
+
+
+_CHANGE = "a change of the text"
+"""A part that is no file: what happens to the JSON of the headers when it is text."""
+
+
 class SafeTensors(Target):
     def make(self, rng: Random) -> Parts:
         names = [f"blocks.{i}.w" for i in range(rng.randrange(1, 5))]
@@ -55,17 +112,34 @@ class SafeTensors(Target):
             parts[INDEX]["weight_map"] |= found
         return parts
 
+    def mutate(self, rng: Random, parts: Parts) -> Parts:
+        headers = [name for name, part in parts.items() if name.endswith(" header") and isinstance(part, dict)]
+        if headers and rng.random() < 0.3:
+            _told_wrongly(rng, parts[rng.choice(headers)])
+            return parts
+        if rng.random() < 0.3:
+            times = rng.choice([1, 200, 2000, 20_000])
+            change = {
+                "kind": rng.choice(list(_MORE)),
+                "number": rng.randrange(10),
+                "times": times,
+                "first": rng.random() < 0.5,
+            }
+            return {**parts, _CHANGE: change}
+        chosen = {name: part for name, part in parts.items() if name != _CHANGE}
+        return {**parts, **super().mutate(rng, chosen)}
+
     def wrap(self, rng: Random, parts: Parts) -> Files:
         files: Files = {}
-        fits = rng.random() < 0.6
+        fits = rng.random() < 0.4
         for name, part in parts.items():
             stem, _, kind = name.partition(" ")
             if kind == "header":
                 data = parts[f"{stem} data"]
                 data = bytes(_placed(part)) if fits else data
-                text = json.dumps(part).encode()
+                text = _text(part, parts.get(_CHANGE))
                 files[f"{stem}.safetensors"] = len(text).to_bytes(8, "little") + text + data
-            elif kind != "data":
+            elif kind != "data" and name != _CHANGE:
                 files[name] = json.dumps(part).encode()
         return files
 

@@ -1,4 +1,4 @@
-"""torch's `.pt` files for `ckpt import`: mutated pickles and records in zip files whose checksums fit."""
+"""torch's `.pt` files for `ckpt import`: mutated pickles, records and fields of the zip file, whose checksums fit."""
 
 import io
 import zipfile
@@ -10,12 +10,12 @@ import torch
 from fuzzing.mutation import mutate_bytes
 from fuzzing.pickles import program
 from fuzzing.target import Files, Parts, Target
+from fuzzing.zips import ZIP, archive_of, change, is_zip
 
 import ckpt
 from ckpt.convert.formats import torch_archive
 
 _PICKLE = "archive/data.pkl"
-_ALIGNED = 64
 _CALLABLES = [
     *(b"__builtin__\nbytearray", b"builtins\nset", b"collections\nOrderedDict", b"os\nsystem", b"_codecs\nencode"),
     *(
@@ -96,7 +96,10 @@ class TorchFile(Target):
 
     def mutate(self, rng: Random, parts: Parts) -> Parts:
         if rng.random() < 0.3:
-            return super().mutate(rng, parts)
+            return {**parts, ZIP: [*parts.get(ZIP, []), change(rng, len(parts))]}
+        if rng.random() < 0.3:
+            name = rng.choice([name for name in parts if name != ZIP])
+            return {**parts, name: mutate_bytes(rng, parts[name])}
         if rng.random() < 0.4:
             return {**parts, _PICKLE: program(rng)}
         data: bytes = parts[_PICKLE]
@@ -108,23 +111,13 @@ class TorchFile(Target):
         return {**parts, _PICKLE: data}
 
     def wrap(self, rng: Random, parts: Parts) -> Files:
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            for name, data in parts.items():
-                record = zipfile.ZipInfo(name)
-                gap = -(file.tell() + 30 + len(name) + 4) % _ALIGNED
-                record.extra = b"FB" + gap.to_bytes(2, "little") + b"Z" * gap
-                archive.writestr(record, data)
-        return {"x.pt": file.getvalue()}
+        records = {name: data for name, data in parts.items() if name != ZIP}
+        return {"x.pt": archive_of(records, parts.get(ZIP, []))}
 
     def passes(self, files: Files) -> bool:
         content = files["x.pt"]
         assert isinstance(content, bytes)
-        try:
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                return archive.testzip() is None
-        except Exception:
-            return False
+        return is_zip(content)
 
     def read(self, folder: Path) -> None:
         path = ckpt.import_file(folder / "x.pt", folder.with_name("output") / "c")

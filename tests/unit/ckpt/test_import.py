@@ -115,6 +115,17 @@ class Harm:
 
 
 @reads_torch_files
+def test_a_file_without_checksums_of_its_records(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"x": torch.arange(5)}, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    path = ckpt.import_file(tmp_path / "x.pt", tmp_path / "a")
+    assert ckpt.open(path)["x"].read().tolist() == [0, 1, 2, 3, 4]
+
+
+@reads_torch_files
 def test_no_code_of_a_file_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"x": torch.ones(2), "y": Harm()}, "a.pt")

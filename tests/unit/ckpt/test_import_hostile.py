@@ -103,7 +103,7 @@ TORCH = {
         "names a function or class by 300006 characters",
     ),
     "a negative size": (lambda: placed(-1, 1), "cannot be read"),
-    "a size beyond arrays": (lambda: placed(1 << 62, 0), "which no array can have"),
+    "a size beyond arrays": (lambda: placed(1 << 62, 0), "no array can have the shape"),
     "a size beyond the file": (lambda: placed(1000, 1), "cannot be read"),
     "a new storage": (lambda: archive(b"\x80\x02" + STORAGE + HUGE + b"\x81."), "calls torch.storage.UntypedStorage"),
     "a quantized tensor": (
@@ -238,6 +238,7 @@ FOLDERS = {
     "no object": (INDEX, holding(b"3"), "no weight_map"),
     "no file's name": (INDEX, index(b'{"x": 5}'), "5 is not the name of a file"),
     "a file above": (INDEX, index(b'{"x": ".."}'), "'..' is not the name of a file"),
+    "a file with a long name": (INDEX, index(b'{"x": "' + b"a" * 5000 + b'"}'), "is not the name of a file beside it"),
     "a file for terminals": (INDEX, index(b'{"x": "\\u001b[31m"}'), "is not the name of a file"),
     "many files": (
         INDEX,
@@ -256,6 +257,11 @@ FOLDERS = {
         ONE,
         header(b'{"' + b"a" * (1 << 20) + b'":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}', bytes(4)),
         "has 1048576 characters; expected at most 1024",
+    ),
+    "an empty tensor beyond HDF5": (
+        ONE,
+        header(b'{"x":{"dtype":"F32","shape":[0,9223372036854775808],"data_offsets":[0,0]}}'),
+        "no array can have the shape",
     ),
     "an empty tensor beyond arrays": (
         ONE,

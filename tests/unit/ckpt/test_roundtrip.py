@@ -217,6 +217,7 @@ def test_shapes_and_dtypes_that_do_not_fit(tmp_path):
             r"no rank holds element \(2, 0\).*; ranks that .* pass comm=coll",
         ),
         ({"x": np.zeros((1,) * 33)}, ValueError, "33 dimensions"),
+        ({"x": ckpt.Shard(np.zeros((0, 1)), (0, 1 << 63), (0, 0))}, ValueError, "no array can have the shape"),
         ([np.zeros(1)], TypeError, "tensors is a list"),
     ],
 )
