@@ -53,8 +53,7 @@ class OpenShards:
         `says`: whether this process is one that tells of the shard: several read it.
         DamagedShardError or OSError if the shard cannot be read.
         """
-        names = self._shards.paths[shard], self._shards.names[shard]  # a name may hide a part of its address
-        if self._kind is None and any(map(is_compressed, names)):
+        if self._kind is None and is_compressed(self._shards.paths[shard]):
             begin, end = (_NO_END if begin else 0), _NO_END
         reader = self._reader(shard)
         if reader.remark and says and self._say is not None:

@@ -6,6 +6,7 @@
     s3://bucket/c4/shards.sha256    lists with checksums: see checksums.py
 
 A shard's name in a list is its path after the folder that all names of the source share. So a list stays the same if its folder moves.
+Names have no secrets: see shard_names.py.
 """
 
 import glob
@@ -24,6 +25,7 @@ from ckpt.storage.local_path import read_given
 from collectives.texts import without_secrets
 from mpitrain.data.checksums import is_checksum_list, read_checksums
 from mpitrain.data.documents import ending_of
+from mpitrain.data.shard_names import shard_names
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -78,8 +80,8 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
     """Find the shards that the patterns name.
 
     Raises:
-        ValueError: a pattern that names no file, a shard that does not exist or is empty, two shards of one name, a wrong list of
-            checksums, or two checksums of one shard.
+        ValueError: a pattern that names no file, a shard that does not exist or is empty, two addresses that may be of one shard, a
+            wrong list of checksums, or two checksums of one shard.
     """
     found: dict[str, FileInfo] = {}
     checksums: dict[str, bytes] = {}
@@ -102,22 +104,11 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
         raise ValueError("data: expected the names of shards, got none")
     if empty := [path for path, its in found.items() if not its.size]:
         raise ValueError(f"data: {without_secrets(empty[0])} is empty; expected documents")
-    paths = sorted(found)
-    # They are in checkpoints. A signature that is made anew each day is no other shard.
-    public = [without_secrets(path) for path in paths]
-    if len(set(public)) < len(public):
-        same = next(each for each in public if public.count(each) > 1)
-        raise ValueError(f"data: {same} names two shards, whose addresses differ in a secret alone")
+    names = dict(zip(found, shard_names(list(found), [its.size for its in found.values()]), strict=True))
+    paths = sorted(found, key=lambda path: names[path])
     sizes = np.array([found[path].size for path in paths], np.int64)
-    versions = {path: its.version for path, its in found.items() if its.version}
-    return ShardList(*_in_their_folder(public), tuple(paths), sizes, checksums, versions)
-
-
-def public_names(folder: str, names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """The folder and names of a checkpoint, as `list_shards` gives them: earlier versions kept addresses with their secrets."""
-    paths = [f"{folder}/{name}" if folder else name for name in names]
-    public = [without_secrets(path) for path in paths]
-    return (folder, tuple(names)) if public == paths else _in_their_folder(public)
+    versions = {path: found[path].version for path in paths if found[path].version}
+    return ShardList(*in_their_folder([names[path] for path in paths]), tuple(paths), sizes, checksums, versions)
 
 
 def expanded(pattern: str) -> Iterator[str]:
@@ -200,7 +191,7 @@ def _remote(names: Sequence[str], are_patterns: bool) -> dict[str, FileInfo]:
     return found
 
 
-def _in_their_folder(paths: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def in_their_folder(paths: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """The folder of all paths, and their names in it."""
     folder = _common_folder(sorted(paths))
     return folder, tuple(path[len(folder) + 1 :] if folder else path for path in paths)

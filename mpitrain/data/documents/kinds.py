@@ -22,7 +22,6 @@ COMPRESSED = (".gz", ".zst")
 _KNOWN = (*_SUFFIXES, *COMPRESSED, ".tgz", ".sha256", ".md5")  # the last two: see checksums.py
 _QUERY_OR_FRAGMENT = re.compile(r"[?#].*", re.DOTALL)  # of http
 _QUERY = re.compile(r"\?.*", re.DOTALL)  # of others: # is a usual character in their names
-_OF_NAME = re.compile(r"(\?|#\*\*\*$).*", re.DOTALL)  # of a shard's name in its list, of which secrets are hidden
 
 
 def ending_of(name: str) -> str:
@@ -30,9 +29,9 @@ def ending_of(name: str) -> str:
 
     If the path has no known ending, but the query ends in one, as in https://host/get?file=a.jsonl, it is all up to there.
     """
-    scheme, is_address, _ = name.partition("://")
+    scheme = name.partition("://")[0] if "://" in name else ""
     is_web = scheme.lower().rpartition("::")[2] in ("http", "https")
-    rest = (_QUERY_OR_FRAGMENT if is_web else _QUERY) if is_address else _OF_NAME
+    rest = _QUERY_OR_FRAGMENT if is_web else _QUERY
     begin = name.rfind("/") + 1 if name.startswith("/") else 0  # a folder of this machine may have any name
     path, whole = name[:begin] + rest.sub("", name[begin:]), name.partition("#")[0] if is_web else name
     return whole if whole.lower().endswith(_KNOWN) and not path.lower().endswith(_KNOWN) else path

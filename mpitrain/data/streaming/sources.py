@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.documents import is_compressed
-from mpitrain.data.shards import ShardList, public_names
+from mpitrain.data.shard_names import places as places_of
+from mpitrain.data.shard_names import shard_names
+from mpitrain.data.shards import ShardList, in_their_folder
 from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
 
 _MOST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 4 << 20, 4 << 10
@@ -50,11 +52,11 @@ class Source:
         if tuple(names) == self.shards.names and np.array_equal(sizes, self.shards.sizes):  # the usual case
             return replace(self, chunk_bytes=chunk_bytes, eras=eras)
         now = {name: index for index, name in enumerate(self.shards.names)}
-        folder, names = public_names(saved["folder"], names)
+        folder, names = _public(saved["folder"], names, sizes.tolist())
         # A further folder of shards makes the folder of all of them shorter.
         inside = folder.removeprefix(f"{self.shards.folder}/")
         prefix = f"{inside}/" if inside != folder and names[0] not in now else ""
-        places = [now.get(prefix + name, -1) for name in names]
+        places = places_of([prefix + name for name in names], sizes.tolist(), now, self.shards.sizes.tolist())
         for name, size, place in zip(names, sizes.tolist(), places, strict=True):
             if place < 0 or self.shards.sizes[place] != size:
                 is_there = (
@@ -89,7 +91,14 @@ class Source:
 
     def sequence(self, seed: int) -> ChunkSequence:
         """The order of the chunks."""
-        splits = np.array([not is_compressed(name) for name in self.shards.names])
+        splits = np.array([not is_compressed(path) for path in self.shards.paths])
         counts = num_chunks(self.shards.sizes, splits, self.chunk_bytes)
         eras = [Era(first, counts[:num]) for first, num in self.eras]
         return ChunkSequence(eras, seed=seed, source=self.name, chunk_bytes=self.chunk_bytes)
+
+
+def _public(folder: str, names: Sequence[str], sizes: Sequence[int]) -> tuple[str, Sequence[str]]:
+    """The folder and names of a checkpoint, as `list_shards` gives them: earlier versions kept addresses with their secrets."""
+    paths = [f"{folder}/{name}" if folder else name for name in names]
+    public = shard_names(paths, sizes)
+    return (folder, names) if public == paths else in_their_folder(public)

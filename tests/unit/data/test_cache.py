@@ -92,6 +92,33 @@ def test_a_shard_that_was_replaced_by_one_of_the_same_size(
         read(cache, listed.paths[0], len(DATA))
 
 
+def test_a_signature_that_is_made_anew_fetches_nothing(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the store tells versions. Else the same size may be that of another file."""
+    fetched = []
+
+    def download(url: Url, path: Path, *, asks_version: bool = False) -> str:
+        fetched.append(os.fspath(url))
+        path.write_bytes(DATA)
+        return ""
+
+    monkeypatch.setattr(Url, "download", download)
+    for name, signed, versions, num in (
+        ("a", "https://u:{}@h/a.tar?X-Amz-Date={}&X-Amz-Signature={}", ("v1", "v1"), 1),
+        ("b", "https://h/a.tar?sv=2022&se={}&sig={}#{}", ("v1", "v1"), 1),
+        ("c", "https://h/a.tar?sig={}{}{}", ("v1", "v2"), 2),
+        ("d", "https://h/a.tar?sig={}{}{}", ("", ""), 2),
+        ("e", "https://h/get?blob={}{}{}", ("v1", "v1"), 2),
+    ):
+        fetched.clear()
+        for number, version in enumerate(versions):
+            shard = signed.format(number, number, number)
+            cache = ShardCache(tmp_path / name, versions={shard: version} if version else {})
+            assert read(cache, shard, len(DATA)) == DATA
+        assert len(fetched) == num, name
+
+
 def test_a_store_that_says_two_versions_of_a_file(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = list_shards([f"{bucket}/1.tar"])
     whole = Url.download

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mpitrain.data.cache import ShardCache
-from mpitrain.data.shards import ShardList, list_shards, public_names
+from mpitrain.data.shard_names import shard_names
+from mpitrain.data.shards import ShardList, in_their_folder, list_shards
 from mpitrain.data.streaming.batches import DocumentBatches
 from mpitrain.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.data.streaming.sources import Source
@@ -160,7 +161,7 @@ def test_settings_that_move_the_places_are_refused(folder: Path, changed: dict[s
 )  # fmt: skip
 def test_a_checkpoint_with_secrets_in_its_names(folder: str, raw: tuple[str, ...], paths: tuple[str, ...]) -> None:
     """Earlier versions kept them. The same shards with renewed signatures go on, and an error shows none."""
-    now_folder, names = public_names("", paths)
+    now_folder, names = in_their_folder(shard_names(paths, [1 << 20] * len(paths)))
     shards = ShardList(now_folder, names, paths, np.full(len(paths), 1 << 20))
     saved = Source.new("a", shards, lanes=2).meta() | {"folder": folder, "eras": [[0, len(raw)]]}
     again = Source.new("a", shards, lanes=2).resumed(saved, raw, np.full(len(raw), 1 << 20), furthest=0)

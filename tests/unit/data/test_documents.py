@@ -304,7 +304,6 @@ def test_kinds() -> None:
         ("/data/what?/a.jsonl.gz", "lines", True),
         # names in lists
         ("a.jsonl.gz?X-Amz-Signature=***", "lines", True),
-        ("a.tar#***", "tar", False),
         ("get?name=p-0.jsonl", "lines", False),
         ("part#1.jsonl", "lines", False),
     ],

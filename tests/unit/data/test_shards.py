@@ -1,11 +1,16 @@
 """Names of shards: brace ranges, lists, globs and URLs."""
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mpitrain.data.shards import expanded, list_shards, unpacked
+from mpitrain.data.shard_names import shard_names
+from mpitrain.data.shards import ShardList, expanded, in_their_folder, list_shards, unpacked
+from mpitrain.data.streaming.sources import Source
 
 
 @pytest.mark.parametrize(
@@ -76,3 +81,112 @@ def test_names_that_are_not_utf8_survive(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     shards = list_shards([f"{tmp_path}/*.jsonl"])
     assert unpacked(shards.packed())[0] == shards.names == (path.name,)
+
+
+def test_letters_of_keys_that_mean_something_in_addresses() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    names = ("part#1.jsonl", "part#2.jsonl", "what?.jsonl", "why?.jsonl", "a;b.jsonl")
+    for name in names:
+        memory.pipe(f"/letters/{name}", b"1234")
+    try:
+        shards = list_shards(["memory://letters/*.jsonl"])
+        assert shards.names == tuple(sorted(names)) and len(set(shards.paths)) == len(names)
+        assert list_shards(["memory://letters/part#{1..2}.jsonl"]).names == names[:2]
+    finally:
+        memory.rm("/letters", recursive=True)
+
+
+def test_names_of_addresses_tell_their_files_apart() -> None:
+    for one, other in (
+        ("s3://b/part#1", "s3://b/part#2"),
+        ("gs://b/part?1", "gs://b/part?2"),
+        ("abfss://c@a.dfs.core.windows.net/x#1", "abfss://c@a.dfs.core.windows.net/x#2"),
+        ("file:///data/a#1", "file:///data/a#2"),
+        ("https://h/get?f=a", "https://h/get?f=b"),
+        ("https://h/get?page=1&token=S3CRET", "https://h/get?page=2&token=S3CRET"),
+        ("/data/a?sig=1#1", "/data/a?sig=1#2"),
+    ):
+        names = shard_names([one, other], [5, 5])
+        assert names == [one.replace("=S3CRET", "=***"), other.replace("=S3CRET", "=***")]
+
+
+@pytest.mark.parametrize(
+    ("address", "values", "sizes"),
+    [
+        ("https://h/get?blob={}", ("S3CRET1", "S3CRET2"), (5, 5)),  # a parameter that may be anything
+        ("https://h/get?blob={}&X-Amz-Signature=$&X-Amz-Date=$", ("S3CRET1", "S3CRET2"), (5, 5)),
+        ("https://u:$@h/get?S3CRET{}", ("1", "2"), (5, 5)),
+        ("https://a.blob.core.windows.net/c?blob={}&sv=$&se=$&sp=$&sig=$", ("S3CRET1", "S3CRET2"), (5, 5)),
+        ("other://h/a#S3CRET{}", ("1", "2"), (5, 5)),
+        ("https://h/get?token=$&blob=x", ("", ""), (5, 6)),  # sizes tell that these are two files
+        ("s3://b/get?blob={}&sig=$", ("S3CRET1", "S3CRET2"), (5, 5)),
+        ("https://h/hf_S3CRETS3CRETS3CRET000{}", ("1", "2"), (5, 5)),  # a path with a form of a token
+    ],
+)
+def test_names_that_would_be_the_same_get_a_mark(address: str, values: tuple[str, str], sizes: tuple[int, int]) -> None:
+    """It stays if a signature is made anew, and a name does not change if it is read again."""
+
+    def launch(signature: str) -> list[str]:
+        paths = [address.format(value).replace("$", f"{signature}{n}") for n, value in enumerate(values)]
+        names = shard_names(paths, sizes)
+        assert shard_names(paths[::-1], sizes[::-1]) == names[::-1]
+        return names
+
+    names = launch("S3CRETSIG")
+    assert names == launch("S3CRETANOTHER") and len(set(names)) == 2 and all("mark=" in name for name in names)
+    assert "S3CRET" not in str(names) and shard_names(names, sizes) == names
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ("https://h/a.tar?X-Amz-Signature=S3CRET1", "https://h/a.tar?X-Amz-Signature=S3CRET2"),
+        ("https://u:S3CRET1@h/a.tar", "https://h/a.tar", "https://v:S3CRET2@h/a.tar"),
+        ("https://h/a.tar#S3CRET1", "https://h/a.tar#S3CRET2"),
+        ("https://h/a.tar?sv=1&sig=S3CRET1", "https://h/a.tar?sv=2&sig=S3CRET2"),
+    ],
+)
+def test_two_signatures_of_one_file_are_refused(paths: tuple[str, ...]) -> None:
+    """To read it twice would be as wrong as to leave one out that is another file."""
+    with pytest.raises(ValueError, match=r"differ in user, password or signature alone; expected one") as raised:
+        shard_names(paths, [5] * len(paths))
+    assert "S3CRET" not in str(raised.value)
+
+
+def test_names_of_many_shards_take_a_time_in_proportion() -> None:
+    paths = [f"https://h/get?blob={number}" for number in range(4000)]
+    began = time.perf_counter()
+    assert len(set(shard_names(paths, [5] * 4000))) == 4000
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    assert len(set(shard_names(paths[:500], [5] * 500))) == 500
+    assert first < 40 * (time.perf_counter() - began)  # 64 if it were quadratic
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (["https://h/get?blob=a"], ["https://h/get?blob=b", "https://h/get?blob=a"]),  # a further shard gives marks to both
+        (["https://h/get?blob=a&x=1", "https://h/get?blob=b&x=1"], ["https://h/get?blob=b&x=2", "https://h/get?blob=a&x=2"]),
+        (["https://h/get?blob=a", "https://h/get?blob=b"], ["https://h/get?blob=b", "https://h/get?blob=c", "https://h/get?blob=a"]),
+        (["s3://b/part#1", "s3://b/part#2"], ["s3://b/part#2", "s3://b/part#0", "s3://b/part#1"]),
+    ],
+)  # fmt: skip
+def test_a_run_finds_its_shards_again(before: list[str], now: list[str]) -> None:
+    def listed(paths: list[str], size_of: Callable[[str], int]) -> ShardList:
+        sizes = [size_of(path) for path in paths]
+        return ShardList(*in_their_folder(shard_names(paths, sizes)), tuple(paths), np.array(sizes))
+
+    def size_of(path: str) -> int:
+        return 1000 + ord(path.partition("&")[0][-1])
+
+    old = Source.new("a", listed(before, size_of), lanes=2)
+    again = Source.new("a", listed(now, size_of), lanes=2).resumed(old.meta(), old.shards.names, old.shards.sizes, 0)
+    files = [path.partition("&")[0] for path in again.shards.paths]
+    assert files[: len(before)] == [path.partition("&")[0] for path in before]
+    assert again.shards.names[: len(before)] == old.shards.names and again.sequence(0)[0].epoch == 0
+    with pytest.raises(ValueError, match="it is not there"):
+        Source.new("a", listed(now, lambda path: 5000 + ord(path[-1])), lanes=2).resumed(
+            old.meta(), ("gone", *old.shards.names[1:]), old.shards.sizes, 0
+        )
