@@ -14,7 +14,8 @@ from mpitrain.data.cache import ShardCache
 from mpitrain.data.checksums import is_checksum_list
 from mpitrain.data.corpus import Listing, Part, read_into, scan
 from mpitrain.data.documents import is_compressed, kind_of
-from mpitrain.data.open_shards import OpenShards, first_texts, say_remark
+from mpitrain.data.open_shards import OpenShards, first_texts
+from mpitrain.data.remarks import Remark, say_remark
 from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.sources import Source
 from mpitrain.data.tokenizers import JsonTokenizer, Tokenizer
@@ -105,7 +106,7 @@ def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Cor
         scanned = partial(scan, config.path, config.suffixes, follow_links=config.follow_links, field=config.field)
         listing = scanned(heldout=config.heldout)
         for remark in listing.remarks:
-            say_remark(remark)
+            say_remark(Remark(remark))
         return listing if listing.train.num_tokens > context else scanned(heldout=0.0)
 
     listing = on_rank0(comm, listed)

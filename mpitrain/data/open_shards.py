@@ -1,12 +1,10 @@
 """The shards of a source that a process has open."""
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from collectives.texts import shown
 from mpitrain.data.documents import (
     Cut,
     DamagedSampleError,
@@ -17,6 +15,7 @@ from mpitrain.data.documents import (
     kind_of,
     open_shard,
 )
+from mpitrain.data.remarks import Remark
 from mpitrain.data.shards import ShardList
 
 _NUM_OPEN = 64
@@ -32,7 +31,7 @@ class OpenShards:
         local: a block in which a shard, a path or URL of so many bytes, is an uncompressed file of this machine: see ShardCache.
         field: see `open_shard`.
         kind: of all shards; None: the names tell it.
-        say: gets a line about the first shard of which users should know something: see Reader.remark.
+        say: gets a remark about the first shard of which users should know something: see Reader.remark.
     """
 
     def __init__(
@@ -42,24 +41,22 @@ class OpenShards:
         *,
         field: str | None = None,
         kind: Kind | None = None,
-        say: Callable[[str], object] | None = None,
+        say: Callable[[Remark], object] | None = None,
     ) -> None:
         self._shards, self._local, self._field, self._kind, self._say = shards, local, field, kind, say
         self._open: OrderedDict[int, Reader] = OrderedDict()
 
-    def cut(self, shard: int, begin: int, end: int, *, says: bool = True) -> Cut:
+    def cut(self, shard: int, begin: int, end: int) -> Cut:
         """The documents that begin at the bytes `begin` to `end - 1` of a shard; those of a compressed shard are one part.
 
-        `says`: whether this process is one that tells of the shard: several read it.
         DamagedShardError or OSError if the shard cannot be read.
         """
         if self._kind is None and is_compressed(self._shards.paths[shard]):
             begin, end = (_NO_END if begin else 0), _NO_END
         reader = self._reader(shard)
-        if reader.remark and says and self._say is not None:
-            self._say(
-                f"{reader.remark} (further shards are not named)" if len(self._shards.names) > 1 else reader.remark
-            )
+        if reader.remark and self._say is not None:
+            further = " (further shards are not named)" * (len(self._shards.names) > 1)
+            self._say(Remark(f"{reader.remark}{further}", self._shards.token))
             self._say = None
         return reader.cut(begin, end)
 
@@ -74,11 +71,6 @@ class OpenShards:
                 self._open.popitem(last=False)  # its map stays while somebody reads it
         self._open.move_to_end(shard)
         return self._open[shard]
-
-
-def say_remark(remark: str) -> None:
-    """Print what users should know of a shard."""
-    print(f"data: {shown(remark)}", file=sys.stderr, flush=True)
 
 
 def first_texts(cut: Cut) -> list[bytes]:

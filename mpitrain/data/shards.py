@@ -13,6 +13,7 @@ import glob
 import itertools
 import os
 import re
+import secrets
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -38,7 +39,7 @@ class ShardList(NamedTuple):
     """The shards of a source. `folder`: of all of them. `names`: in it, in order; `paths`: or URLs. `sizes`: bytes, int64.
 
     `checksums`: by the paths of those for which a list has one. `versions`: of remote shards, by their URLs: a text of the store that
-    differs after a shard was replaced.
+    differs after a shard was replaced. `token`: of this list alone, the same in all processes that have it from the one that made it.
     """
 
     folder: str
@@ -47,6 +48,7 @@ class ShardList(NamedTuple):
     sizes: np.ndarray
     checksums: Mapping[str, bytes] = {}
     versions: Mapping[str, str] = {}
+    token: str = ""
 
     @property
     def plain_bytes(self) -> int:
@@ -108,7 +110,8 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
     paths = sorted(found, key=lambda path: names[path])
     sizes = np.array([found[path].size for path in paths], np.int64)
     versions = {path: found[path].version for path in paths if found[path].version}
-    return ShardList(*in_their_folder([names[path] for path in paths]), tuple(paths), sizes, checksums, versions)
+    folder, its_names = in_their_folder([names[path] for path in paths])
+    return ShardList(folder, its_names, tuple(paths), sizes, checksums, versions, secrets.token_hex(8))
 
 
 def expanded(pattern: str) -> Iterator[str]:

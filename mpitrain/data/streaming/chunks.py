@@ -69,10 +69,6 @@ class ChunkSequence:
         """The number of chunks of an epoch."""
         return int(next(era for era in reversed(self._eras) if era.first_epoch <= epoch).num_chunks.sum())
 
-    def begins_era(self, epoch: int) -> bool:
-        """Whether an epoch is the first one with its shards."""
-        return any(era.first_epoch == epoch for era in self._eras)
-
     def epoch_of(self, number: int) -> int:
         """The epoch of a chunk."""
         index = int(np.searchsorted(self._begins, number, side="right")) - 1

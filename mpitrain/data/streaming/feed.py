@@ -12,6 +12,7 @@ from collectives.texts import shown, without_secrets
 from mpitrain.data.documents import Cut, DamagedSampleError, checked_text
 from mpitrain.data.open_shards import OpenShards
 from mpitrain.data.order import keys_of, permute
+from mpitrain.data.remarks import Remark
 from mpitrain.data.shards import ShardList
 from mpitrain.data.streaming.chunks import ChunkSequence
 from mpitrain.data.streaming.fetching import FetchAhead
@@ -36,7 +37,7 @@ class Feed:
         field: see `open_shard`.
         keeps: whether the document with this key is one of the source; None: all are.
         local: a block in which a shard, a path or URL of so many bytes, is an uncompressed file of this machine: see ShardCache.
-        say: see OpenShards. A process with `leads` tells of all shards, another one of those of which it has the begin first.
+        say: see OpenShards.
     """
 
     def __init__(
@@ -49,18 +50,15 @@ class Feed:
         field: str | None = None,
         keeps: Callable[[bytes], bool] | None = None,
         local: Callable[[str, int], AbstractContextManager[Path]],
-        say: Callable[[str], object] | None = None,
-        leads: bool = False,
+        say: Callable[[Remark], object] | None = None,
     ) -> None:
-        self._leads = leads
         self.name, self.shards, self.sequence, self.encode = name, shards, sequence, encode
         self._keeps, self._open = keeps, OpenShards(shards, local, field=field, say=say)
 
     def documents(self, chunk: int) -> "Documents":
         """The documents of a chunk, permuted. DamagedShardError or OSError if the shard cannot be read."""
-        epoch, shard, begin = self.sequence[chunk]
-        says = self._leads or (begin == 0 and self.sequence.begins_era(epoch))  # one lane has this chunk in this epoch
-        cut = self._open.cut(shard, begin, begin + self.sequence.chunk_bytes, says=says)
+        _, shard, begin = self.sequence[chunk]
+        cut = self._open.cut(shard, begin, begin + self.sequence.chunk_bytes)
         kept = np.arange(len(cut))
         if self._keeps is not None:
             kept = np.fromiter((index for index in range(len(cut)) if self._keeps(cut.key(index))), np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.corpus import share_of
-from mpitrain.data.open_shards import say_remark
+from mpitrain.data.remarks import Remark, say_remark
 from mpitrain.data.streaming.feed import Cursor, Feed, Tolerance
 from mpitrain.data.streaming.fetching import FetchAhead
 from mpitrain.data.streaming.mixture import Mixture, Points
@@ -57,14 +57,14 @@ class Recipe:
         """The rows of a lane in a batch."""
         return self.batch // self.lanes
 
-    def feeds(self, say: Callable[[str], object] | None = None, *, leads: bool = False) -> list[Feed]:
-        """The documents of each source. `say`, `leads`: see Feed."""
+    def feeds(self, say: Callable[[Remark], object] | None = None) -> list[Feed]:
+        """The documents of each source. `say`: see Feed."""
         begin, end = self.share
         keeps = None if self.share == (0.0, 1.0) else (lambda key: begin <= share_of(key) < end)
         return [
             Feed(
                 source.name, source.shards, source.sequence(self.seed), self.tokenizer.document,
-                field=source.field, keeps=keeps, local=self.cache.local, say=say, leads=leads,
+                field=source.field, keeps=keeps, local=self.cache.local, say=say,
             )
             for source in self.sources
         ]  # fmt: skip
@@ -106,15 +106,19 @@ class OpenLanes(Protocol):
 
 
 def open_lanes(
-    recipe: Recipe, say: Callable[[str], object], *, fetches_ahead: bool = True, tells: bool = True
+    recipe: Recipe,
+    say: Callable[[str], object],
+    *,
+    fetches_ahead: bool = True,
+    remark: Callable[[Remark], object] = say_remark,
 ) -> OpenLanes:
-    """Lanes that this process reads. `say` gets a line about each damaged document.
+    """Lanes that this process reads. `say` gets a line about each damaged document, `remark` what users should know of the shards.
 
-    `fetches_ahead`: see FetchAhead. `tells`: whether remarks about the shards (see Reader) are printed.
+    `fetches_ahead`: see FetchAhead.
     """
 
     def opened(numbers: Sequence[int], first: int, states: np.ndarray) -> Mapping[int, Lane]:
-        feeds, mixture = recipe.feeds(say_remark if tells else None, leads=0 in numbers), recipe.mixture()
+        feeds, mixture = recipe.feeds(remark), recipe.mixture()
         # The lanes make rows of the same numbers at about the same time: one permutation serves them all.
         mixed: Callable[[int], Sequence[int]] = lru_cache(_NUM_MIXED)(
             lambda row: mixture.sources(row, np.arange(recipe.lanes)).tolist()

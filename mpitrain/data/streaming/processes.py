@@ -17,6 +17,7 @@ import numpy as np
 
 from collectives.launcher import environment_of_program
 from collectives.programs import python
+from mpitrain.data.remarks import Remark, say_remark
 from mpitrain.data.streaming import worker
 from mpitrain.data.streaming.lanes import Lane, OpenLanes, Recipe
 from mpitrain.data.streaming.packing import Row
@@ -113,6 +114,8 @@ class _Process:
             raise message
         if isinstance(message, str):
             self._say(message)
+        elif isinstance(message, Remark):
+            say_remark(message)
         elif isinstance(message, int):
             for _ in range(message):
                 self._lanes[self._num_taken % len(self._lanes)].rows.append(self._ring.take(self._num_taken))

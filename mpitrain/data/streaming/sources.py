@@ -69,13 +69,10 @@ class Source:
         known = set(places)
         further = [index for index in range(len(now)) if index not in known]
         order = places + further
-        shards = ShardList(
-            self.shards.folder,
-            (*names, *(self.shards.names[index] for index in further)),  # the keys of documents have the names
-            tuple(self.shards.paths[index] for index in order),
-            self.shards.sizes[order],
-            self.shards.checksums,
-            self.shards.versions,
+        shards = self.shards._replace(
+            names=(*names, *(self.shards.names[index] for index in further)),  # the keys of documents have the names
+            paths=tuple(self.shards.paths[index] for index in order),
+            sizes=self.shards.sizes[order],
         )
         before = replace(self, shards=shards, chunk_bytes=chunk_bytes, eras=eras)
         if not further:

@@ -3,8 +3,8 @@
 A rank starts it (processes.py), and it ends with the rank: then the socket is closed. The messages:
 
     to the process: an Order; then the number of slots that are free again
-    from it: the number of further slots that have rows, of its lanes in turn; a text about a damaged document; an exception, the last
-        message
+    from it: the number of further slots that have rows, of its lanes in turn; a text about a damaged document; a Remark; an
+        exception, the last message
 """
 
 import itertools
@@ -58,7 +58,7 @@ def _read(rank: Connection, memory: int) -> None:
     try:
         order: Order = rank.recv()
         ring, num_free = Ring(memory, order.num_slots, order.recipe), order.num_slots
-        lanes = list(open_lanes(order.recipe, send)(order.numbers, order.first, order.states).values())
+        lanes = list(open_lanes(order.recipe, send, remark=send)(order.numbers, order.first, order.states).values())
         for slot in itertools.count():
             while not num_free or rank.poll():
                 num_free += rank.recv()

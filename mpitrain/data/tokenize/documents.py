@@ -16,7 +16,8 @@ from mpitrain.data.cache import ShardCache
 from mpitrain.data.corpus import scan
 from mpitrain.data.documents import Cut, Kind, is_compressed
 from mpitrain.data.loading import has_documents
-from mpitrain.data.open_shards import OpenShards, say_remark
+from mpitrain.data.open_shards import OpenShards
+from mpitrain.data.remarks import Remark, say_remark
 from mpitrain.data.shards import ShardList, list_shards
 
 _NUM_PIECES, _MOST_PIECES = 1024, 16384  # each file of tokens takes a descriptor of each rank of a run
@@ -69,7 +70,7 @@ def find(config: DataConfig) -> list[Origin]:
         return [Origin(each.name, list_shards(each.path), each.field) for each in config.document_sources]
     listing = scan(config.path, config.suffixes, heldout=0.0, follow_links=config.follow_links, field=config.field)
     for remark in listing.remarks:
-        say_remark(remark)
+        say_remark(Remark(remark))
     files = listing.train.pieces
     sizes = np.array([file.file_bytes for file in files], np.int64)
     shards = ShardList("", tuple(file.name for file in files), tuple(str(file.path) for file in files), sizes)
@@ -95,7 +96,7 @@ def pieces_of(origins: Sequence[Origin], piece_bytes: int | None = None) -> list
 def cuts_of(piece: Piece, opened: OpenShards) -> Iterator[Cut]:
     """The documents of a piece. `opened`: its source."""
     for part in piece.parts:
-        yield opened.cut(*part, says=part.begin == 0)
+        yield opened.cut(*part)
 
 
 def _parts(origin: Origin, limit: int) -> Iterator[Part]:

@@ -56,6 +56,6 @@ def open_batches(
         weights = tuple(source.points for source in config.data.heldout_sources)
         of_heldout = replace(of_heldout, sources=found.heldout, weights=weights, share=(0.0, 1.0))
     num_batches = train.eval_batches if found.heldout is not None or share else 0
-    here = partial(here, fetches_ahead=False, tells=found.heldout is not None)  # the training tells of its shards
+    here = partial(here, fetches_ahead=False)
     heldout = HeldoutDocuments(of_heldout if num_batches else None, num_batches, here)
     return Opened(of_train, heldout, processes)

@@ -54,6 +54,27 @@ def test_the_documents_and_the_padding_of_rows(settings: Config, comm: Communica
     assert torch.equal(plain.tokens, batch.tokens) and torch.equal(plain.targets, batch.targets)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_one_line_of_a_job_says_what_users_should_know_of_the_shards(
+    comm: Communicator, shared_tmp: Path, capfd: pytest.CaptureFixture[str], processes: str
+) -> None:
+    """For each source, over training, evaluation and a second start of the processes; not one of each rank or process."""
+    if comm.rank == 0:
+        for number in range(4):
+            (shared_tmp / f"{number}.log").write_text('{"text": "a line of many"}\n' * 60)
+    comm.barrier()
+    words = ["--data.path", f"{shared_tmp}/*.log", "--data.heldout", "0.4", "--data.processes", processes]
+    words += ["--model.context", "24", "--train.batch", "4", "--train.eval-batches", "1"]
+    mine = batches(parse(words), comm)
+    for step in range(2):
+        mine.of_step(step)
+    mine.of_evaluation(0)
+    lines = [line for each in comm.all_gather_object(capfd.readouterr().err) for line in each.splitlines()]
+    (said,) = [line for line in lines if "begins with JSON" in line]
+    assert said.startswith("data: ") and said.endswith("(further shards are not named)")
+
+
 def whole(of_rank: np.ndarray, comm: Communicator) -> np.ndarray:
     return np.concatenate(comm.all_gather_object(of_rank))
 

@@ -53,6 +53,19 @@ def test_the_tokens_of_all_documents_in_order(config: DataConfig, comm: Communic
     assert left == {".bin", ".idx", ".json"}, "neither lock nor claims"
 
 
+@pytest.mark.ranks(2)
+def test_one_line_says_what_users_should_know_of_the_shards(
+    config: DataConfig, comm: Communicator, shared_tmp: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if comm.rank == 0:
+        for number in range(4):
+            (shared_tmp / f"{number}.log").write_text('{"text": "a line of many"}\n' * 600)
+    comm.barrier()
+    tokenize(DataConfig(path=(f"{shared_tmp}/*.log",), tokenizer=config.tokenizer), shared_tmp / "out", comm)
+    lines = [line for each in comm.all_gather_object(capfd.readouterr().err) for line in each.splitlines()]
+    assert len([line for line in lines if "begins with JSON" in line]) == 1
+
+
 def test_an_engine_of_a_run(
     config: DataConfig, comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
