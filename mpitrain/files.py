@@ -219,11 +219,14 @@ def too_long(path: Path) -> OSError:
 
 def _unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """The contents of a gzip file, piece by piece."""
-    most = min(_MOST_RATIO * os.fstat(file.fileno()).st_size + BLOCK_BYTES, _MOST_UNPACKED_BYTES)
-    num_bytes, member = 0, zlib.decompressobj(zlib.MAX_WBITS | 16)
+    num_read, num_bytes, member = 0, 0, zlib.decompressobj(zlib.MAX_WBITS | 16)
     try:
         while True:
-            piece = member.unconsumed_tail or member.unused_data or file.read(1 << 16)
+            piece = member.unconsumed_tail or member.unused_data
+            if not piece:
+                piece = file.read(1 << 16)
+                num_read += len(piece)
+            most = min(_MOST_RATIO * num_read + BLOCK_BYTES, _MOST_UNPACKED_BYTES)
             if piece and member.eof:
                 member = zlib.decompressobj(zlib.MAX_WBITS | 16)
             unpacked = member.decompress(piece, BLOCK_BYTES)
@@ -231,7 +234,9 @@ def _unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
                 break
             num_bytes += len(unpacked)
             if num_bytes > most:
-                raise OddFileError(errno.EFBIG, f"it unpacks to more than {most:,} bytes", str(path))
+                raise OddFileError(
+                    errno.EFBIG, f"it unpacks to too much: more than {most:,} bytes of {num_read:,}", str(path)
+                )
             yield unpacked
     except zlib.error as error:
         raise OddFileError(errno.EINVAL, f"it is damaged, or no gzip file: {error}", str(path)) from None

@@ -121,6 +121,7 @@ class Session:
             communication.draw(part, [each.moved(fix) for each in mine], met, comm.rank)
             packed = packing.pack(part.text())
         facts = {
+            "ranks": comm.size,
             "steps": [self._steps[0].name, self._steps[-1].name],
             "begun": self._began_at,
             "clock_error_us": round(max(errors) * 1e6, 1),

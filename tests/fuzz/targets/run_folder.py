@@ -22,7 +22,7 @@ from mpitrain.elastic.lease import read_lease
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.monitor.record.lines import LinesFile, is_evaluated
 from mpitrain.monitor.trace import request
-from mpitrain.monitor.trace.picture import _Found
+from mpitrain.monitor.trace.drawn import Drawn
 
 LINES = ("metrics.jsonl", "ranks.jsonl", "events.jsonl")
 OBJECTS = ("profile.json", ".lock", ".done", ".alive", ".launch", ".lease", ".trace")
@@ -147,7 +147,7 @@ class RunFolderTarget(Target):
         doing(lambda: command(_answer, ["diff", run, other]))
         doing(lambda: command(main, ["profile", run]))
         doing(lambda: of_run(run / "config.toml"))
-        doing(lambda: _Found(run / TRACE))  # `trace --draw` without the picture, which takes matplotlib half a second
+        doing(lambda: Drawn(run / TRACE))  # `trace --draw` without the picture, which takes matplotlib half a second
         doing(lambda: read_lease(run))
         doing(lambda: is_evaluated(run / LINES[0], 8))
         doing(lambda: LinesFile(run / LINES[0], steps_done=4).close())

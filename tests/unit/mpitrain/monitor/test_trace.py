@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from trace_checks import check
 
 from mpitrain.elastic.folder_lock import FolderLock
-from mpitrain.monitor.trace import command, packing, request
+from mpitrain.monitor.trace import command, drawn, packing, request
 from mpitrain.monitor.trace.clocks import Line, Sample, fit
 from mpitrain.monitor.trace.events import COMMUNICATION, Part, Slice, nested
 from mpitrain.monitor.trace.meetings import FREES, WAITS, Meetings, Met, corrections, role
-from mpitrain.monitor.trace.picture import draw
+from mpitrain.monitor.trace.picture import draw, joined
 
 # Clocks
 
@@ -145,6 +145,42 @@ def test_the_picture_shows_each_rank(tmp_path: Path) -> None:
     (tmp_path / "broken.json.gz").write_bytes((tmp_path / "traces/step-00000007.json.gz").read_bytes()[:200])
     with pytest.raises(OSError, match=r"broken\.json\.gz cannot be read: it is cut off"):
         draw(tmp_path / "broken.json.gz", tmp_path / "broken.svg")
+
+
+def many_ranks(file: Path, num: int, num_slices: int) -> None:
+    """A trace of so many ranks, each with a step and short slices."""
+    texts = []
+    for rank in range(num):
+        part = Part(rank, "host", 0.0)
+        part.slice("steps", f"step {rank}", "step", 0.0, 1e-6 * num_slices)
+        for number in range(num_slices):
+            part.slice("layers", f"forward {number}", "layer", 1e-6 * number, 1e-6 * number + 5e-7)
+        texts.append(part.text())
+    text = packing.begin_of_file({"ranks": num}) + packing.BETWEEN.join(texts) + packing.END_OF_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(text.encode(), 1))
+
+
+def test_the_picture_of_many_ranks_has_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts the events of these alone."""
+    file, svg = tmp_path / "traces/step-00000001.json.gz", tmp_path / "x.svg"
+    pytest.importorskip("matplotlib")
+    many_ranks(file, 40, 100)
+    monkeypatch.setattr(drawn, "_MAX_EVENTS", 32 * 110)
+    draw(file, svg)
+    text = svg.read_text()
+    assert "the first 32 of 40 ranks" in text and "rank 31 on host" in text and "rank 32 on host" not in text
+    assert "<!-- step 0 -->" in text and "<!-- step 1 -->" not in text
+    monkeypatch.setattr(drawn, "_MAX_EVENTS", 32 * 90)
+    with pytest.raises(ValueError, match="expected at most 2,880 events of the ranks to draw"):
+        draw(file, svg)
+
+
+def test_bars_nearer_than_a_pixel_are_one() -> None:
+    bars = np.array([[5.0, 1.0], [0.0, 1.0], [1.5, 1.0], [1.6, 0.1], [9.0, -1.0]])
+    assert joined(bars, 0.0).tolist() == [[0.0, 1.0], [1.5, 2.5], [5.0, 6.0], [9.0, 9.0]]
+    assert joined(bars, 0.6).tolist() == [[0.0, 2.5], [5.0, 6.0], [9.0, 9.0]]
+    assert joined(bars[:1], 9.0).tolist() == [[5.0, 6.0]]
 
 
 # Requests
