@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 2 << 20
+"""That are read at once: a short line takes ten times its length when it is decoded."""
 MOST_LINE_BYTES = 8 << 20
 """Of a line. A step of 50,000 ranks has 7 MB in ranks.jsonl."""
 MOST_LINES_BYTES = 64 << 30
@@ -30,7 +31,7 @@ _MOST_WORK = 1 << 20
 """Of tomllib for a text: it takes about a microsecond for a character outside of strings, and less than that for one of a string."""
 _MOST_DEEP = 16
 """Parts of a name in TOML. The settings of a run have two."""
-_MOST_RATIO, _MOST_UNPACKED_BYTES = 200, 8 << 30
+_MOST_RATIO, _FREE_BYTES, _MOST_UNPACKED_BYTES = 200, 8 << 20, 8 << 30
 """Of a packed file: traces pack to a fifteenth, and zeros to a thousandth."""
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
@@ -226,7 +227,7 @@ def _unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
             if not piece:
                 piece = file.read(1 << 16)
                 num_read += len(piece)
-            most = min(_MOST_RATIO * num_read + BLOCK_BYTES, _MOST_UNPACKED_BYTES)
+            most = min(_MOST_RATIO * num_read + _FREE_BYTES, _MOST_UNPACKED_BYTES)
             if piece and member.eof:
                 member = zlib.decompressobj(zlib.MAX_WBITS | 16)
             unpacked = member.decompress(piece, BLOCK_BYTES)

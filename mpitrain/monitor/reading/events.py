@@ -2,20 +2,20 @@
 
 import datetime
 import math
+import os
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from collectives.texts import shown, without_secrets
-from mpitrain.files import blocks_of_lines, json_of
+from mpitrain.files import MOST_LINE_BYTES, MOST_LINES_BYTES, json_of, reading, too_long
 from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE, MOST_STEP, MOST_TIME_S
 from mpitrain.monitor.reading.words import damaged
 from mpitrain.monitor.record.events import NAME
 
-MOST_EVENTS, _MOST_BYTES = 100_000, 32 << 20
+MOST_EVENTS, _MOST_BYTES = 100_000, 16 << 20
 """Of more events, or of longer lines together, the last ones are kept."""
 _MOST_LINE_BYTES = 4 << 20
 """Of an event; the begin of 100,000 ranks has 3 MB."""
@@ -58,32 +58,42 @@ def read_events(folder: Path, notes: list[str] | None = None) -> list[dict[str, 
 
     `notes`: gets a line about damaged lines.
     """
-    events: deque[tuple[int, dict[str, Any]]] = deque()
-    num_bytes = num_damaged = 0
-    for line, is_torn in _lines(folder / NAME):
+    events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+    num_damaged = 0
+    lines, is_torn = _last_lines(folder / NAME)
+    for number, line in enumerate(lines, 1):
         try:
             found = json_of(line) if len(line) <= _MOST_LINE_BYTES else None
         except ValueError:
             found = None
-        if not isinstance(found, dict):
-            num_damaged += not is_torn
+        if isinstance(found, dict):
+            events.append(typed(found))
         else:
-            events.append((len(line), typed(found)))
-            num_bytes += len(line)
-            while len(events) > MOST_EVENTS or num_bytes > _MOST_BYTES:
-                num_bytes -= events.popleft()[0]
+            num_damaged += not (is_torn and number == len(lines))
     if num_damaged and notes is not None:
         notes.append(damaged(NAME, num_damaged))
-    return [event for _, event in events]
+    return list(events)
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Those that are not empty, and whether one is the incomplete last line."""
+def _last_lines(path: Path) -> tuple[list[bytes], bool]:
+    """The last lines that are not empty, and whether the last one is incomplete. None without a file."""
     try:
-        for text, is_torn in blocks_of_lines(path):
-            yield from ((line, is_torn) for line in text.split(b"\n") if line)
+        file = reading(path, most_bytes=MOST_LINES_BYTES)
     except FileNotFoundError:
-        return
+        return [], False
+    with file:
+        begin = max(file.seek(0, os.SEEK_END) - _MOST_BYTES, 0)
+        file.seek(begin)
+        data = bytearray()
+        while len(data) < _MOST_BYTES and (piece := file.read(_MOST_BYTES - len(data))):
+            data += piece
+    if begin:  # within a line
+        del data[: data.find(b"\n") + 1]
+    is_torn = not data.endswith(b"\n")
+    lines = [bytes(line) for line in data.rsplit(b"\n", MOST_EVENTS + 1)[-MOST_EVENTS - 1 :] if line]
+    if any(len(line) > MOST_LINE_BYTES for line in lines):
+        raise too_long(path)
+    return lines, is_torn
 
 
 def typed(event: dict[str, Any]) -> dict[str, Any]:

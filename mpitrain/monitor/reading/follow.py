@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.files import BLOCK_BYTES, MOST_LINES_BYTES, reading, too_long
+from mpitrain.files import BLOCK_BYTES, MOST_LINE_BYTES, MOST_LINES_BYTES, reading, too_long
 from mpitrain.monitor.reading.lines import Line, decode
 
 _TAIL_BYTES = 256
@@ -48,8 +48,11 @@ class Follower:
                 self._offset, self._tail = self._beginning(file.seek(0, 2)), b""
             file.seek(self._offset)
             block = file.read(BLOCK_BYTES)
+            has_more = len(block) == BLOCK_BYTES
+            if has_more and b"\n" not in block:
+                block += file.read(MOST_LINE_BYTES - BLOCK_BYTES)
             text = block[: block.rfind(b"\n") + 1]
-            if not text and len(block) == BLOCK_BYTES:
+            if not text and len(block) == MOST_LINE_BYTES:
                 text = block  # no line is so long: it is damaged, and left out
             self._num_skipped = self._num_skipped + 1 if text and not text.endswith(b"\n") else 0
             if self._num_skipped >= _MOST_SKIPPED:
@@ -57,7 +60,7 @@ class Follower:
             if text:
                 self._offset += len(text)
                 self._tail = text[-_TAIL_BYTES:]
-            return News(decode(text, of_ranks=self._of_ranks).lines, is_anew, len(block) == BLOCK_BYTES)
+            return News(decode(text, of_ranks=self._of_ranks).lines, is_anew, has_more)
 
     def _beginning(self, size: int) -> int:
         """Where to begin in a file of this size. The rest of a line there is no object, so `decode` leaves it out."""

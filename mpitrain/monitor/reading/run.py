@@ -25,6 +25,7 @@ from mpitrain.monitor.reading.tables import Array, Table, TableBuilder
 from mpitrain.monitor.reading.words import GRAVE, damaged
 from mpitrain.monitor.record.events import NAME as EVENTS
 
+_MOST_SETTINGS, _MOST_NAME = 1000, 200
 METRICS, RANKS, SETTINGS = "metrics.jsonl", "ranks.jsonl", "config.toml"
 SUMMARY = ("min", "median", "max", "worst rank")
 """The figures of a summary, which stands in place of all ranks' values from 64 ranks on."""
@@ -183,7 +184,7 @@ def is_of_layers(name: str) -> bool:
 
 def _read_metrics(path: Path, notes: list[str]) -> tuple[Table, Table, Table]:
     """The figures of steps, of layers, and of evaluations. A run may have a thousand figures of layers in few steps: they are apart."""
-    of_steps, of_layers, of_evaluations = TableBuilder(), TableBuilder(), TableBuilder()
+    of_steps, of_layers, of_evaluations = TableBuilder(), TableBuilder(most_names=100_000), TableBuilder()
     num_damaged = 0
     for block, num in read_blocks(path):
         num_damaged += num
@@ -263,11 +264,18 @@ def read_settings(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def flat_settings(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a TOML document by their full names, to show them: without secrets and control characters."""
+    """The settings of a TOML document by their full names, to show them: without secrets and control characters.
+
+    ValueError for more of them than a run can have.
+    """
     found: dict[str, Any] = {}
     for name, value in document.items():
+        if len(found) > _MOST_SETTINGS:
+            break
         found |= {f"{name}.{key}": its for key, its in value.items()} if isinstance(value, dict) else {name: value}
-    return {shown(name): _readable(value) for name, value in found.items() if name != ON_EVENT}
+    if len(found) > _MOST_SETTINGS:
+        raise ValueError(f"it has more than {_MOST_SETTINGS:,} settings")
+    return {shown(name)[:_MOST_NAME]: _readable(value) for name, value in found.items() if name != ON_EVENT}
 
 
 def _readable(value: Any) -> Any:

@@ -39,15 +39,18 @@ class Table(NamedTuple):
 class TableBuilder:
     """Makes a table of blocks of lines. Figures that are no numbers are left out."""
 
-    def __init__(self, *, of_lists: bool = False) -> None:
-        """`of_lists`: each figure is a list of numbers, such as one for each rank. Lists may have several lengths."""
-        self._of_lists = of_lists
+    def __init__(self, *, of_lists: bool = False, most_names: int = 10_000) -> None:
+        """`of_lists`: each figure is a list of numbers, such as one for each rank. Lists may have several lengths.
+
+        `most_names`: the largest number of different figures.
+        """
+        self._of_lists, self._most_names = of_lists, most_names
         self._steps: list[Array] = []
         self._columns: dict[str, list[tuple[int, Array]]] = {}  # (number of the block, its values)
         self._num_figures = 0
 
     def add(self, steps: Sequence[int], rows: Sequence[dict[str, Any]]) -> None:
-        """Add a block: a step and its figures for each row. ValueError if the rows have too little in common."""
+        """Add a block: a step and its figures for each row. ValueError for too many names, or if the rows have too little in common."""
         if not steps:
             return
         self._num_figures += sum(sum(map(len, row.values())) for row in rows) if self._of_lists else sum(map(len, rows))
@@ -55,6 +58,8 @@ class TableBuilder:
         self._steps.append(np.array(steps, np.int64))
         kinds_of_row = dict.fromkeys(map(tuple, rows))  # few, so that not each row's names are looked at
         names = dict.fromkeys(name for names in kinds_of_row for name in names)
+        if len(names | self._columns) > self._most_names:
+            raise ValueError(f"its lines have figures of more than {self._most_names:,} names")
         self._check(len(rows) * len(names) * self._longest(rows))
         for name in names:
             values = [row.get(name) for row in rows]

@@ -5,13 +5,15 @@ import io
 import math
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-from mpitrain.files import making, open_regular, partial_of
+from mpitrain.files import BLOCK_BYTES, MOST_LINE_BYTES, making, open_regular, partial_of, write_all
 from mpitrain.monitor.sinks.sink import About, Figures, Sink
 
 _MOST_BYTES = 4 << 30
 """Of the file, which is read at the start."""
+_MOST_HEAD_BYTES = 1 << 20
+"""Of the names of the columns."""
 
 
 class CsvFile(Sink):
@@ -24,21 +26,23 @@ class CsvFile(Sink):
     _path: Path
 
     def __init__(self) -> None:
-        self._file: BinaryIO | None = None
+        self._file: BinaryIO | io.FileIO | None = None
         self._columns = ["step"]
         self._end = 0  # of the file
         self._row: dict[str, str] = {}  # the last one
-        self._row_at = 0  # its place in the file
+        self._rows_at = 0  # the place of the first one in the file
+        self._row_at = 0  # the place of the last one
 
     def open(self, about: About) -> None:
         self._path = about.folder / "metrics.csv"
         fd = open_regular(self._path, os.O_RDWR | os.O_CREAT, most_bytes=_MOST_BYTES)
-        self._file = os.fdopen(fd, "r+b", buffering=0)
-        columns, self._row, self._end, self._row_at = _kept(self._file.read(), about.steps_done)
-        self._file.truncate(self._end)
+        self._file = file = io.FileIO(fd, "r+b")
+        columns, self._row, self._rows_at, self._row_at, self._end = _kept(file, about.steps_done)
+        file.truncate(self._end)
         self._columns = columns or ["step"]
         if not columns:
             self._write(0, _line(self._columns))
+            self._rows_at = self._end
 
     def step(self, step: int, figures: Figures) -> None:
         self._row, self._row_at = {"step": str(step)}, self._end
@@ -74,45 +78,76 @@ class CsvFile(Sink):
         assert self._file is not None
         if broken := [name for name in names if "\n" in name or "\r" in name]:
             raise ValueError(f"{self._path}: expected names without line breaks, got {broken[0]!r}")
-        self._file.seek(0)
-        _, _, rows = self._file.read().partition(b"\n")
-        before = rows[: len(rows) - (self._end - self._row_at)]  # without the last row, which is written next
         self._columns += names
-        head = _line(self._columns)
         rewritten = partial_of(self._path)
         file = making(rewritten)
         try:
-            # No field of a row has a line break.
-            text = head + before.replace(b"\n", b"," * len(names) + b"\n")
-            if file.write(text) < len(text):
-                raise OSError(f"{rewritten} cannot be written: the disk may be full")
+            rows_at, end = self._copy_rows(file, b"," * len(names) + b"\n")
             rewritten.replace(self._path)
         except OSError:
             file.close()
             rewritten.unlink(missing_ok=True)
             raise
         self._file.close()
-        self._file, self._end, self._row_at = file, len(text), len(text)
+        self._file, self._rows_at, self._row_at, self._end = file, rows_at, end, end
+
+    def _copy_rows(self, file: BinaryIO, line_end: bytes) -> tuple[int, int]:
+        """Write the columns and all rows but the last one, which is written next. The places behind the columns and behind all.
+
+        `line_end`: of each row. No field of a row has a line break.
+        """
+        assert self._file is not None
+        head, at, num_bytes = _line(self._columns), self._rows_at, 0
+        write_all(file, head)
+        while piece := os.pread(self._file.fileno(), min(BLOCK_BYTES, self._row_at - at), at):
+            at += len(piece)
+            rows = piece.replace(b"\n", line_end)
+            write_all(file, rows)
+            num_bytes += len(rows)
+        return len(head), len(head) + num_bytes
 
 
-def _kept(text: bytes, steps: int) -> tuple[list[str], dict[str, str], int, int]:
-    """What stays of a file to go on after `steps` steps: the columns, the last row, and the places of its end and of its beginning.
+class _Kept(NamedTuple):
+    """What stays of a file."""
+
+    columns: list[str]
+    row: dict[str, str]
+    """The last one."""
+    rows_at: int
+    row_at: int
+    end: int
+
+
+def _kept(file: io.FileIO, steps: int) -> _Kept:
+    """What stays of a file to go on after `steps` steps. It is read line by line.
 
     The first line that is not whole, or of a later step, ends it. No columns if the header is not whole.
     """
-    head, is_whole, _ = text.partition(b"\n")
-    columns = next(csv.reader([head.decode(errors="replace")]), [])
-    if not is_whole or columns[:1] != ["step"]:
-        return [], {}, 0, 0
-    at, end = 0, len(head) + 1
-    while (newline := text.find(b"\n", end)) >= 0:
-        first, _, _ = text[end:newline].partition(b",")
-        is_row = first.isdigit() and len(first) < 16 and text.count(b",", end, newline) == len(columns) - 1
-        if not is_row or int(first) > steps:
-            break
-        at, end = end, newline + 1
-    fields = text[at : end - 1].decode().split(",") if at else []
-    return columns, {name: field for name, field in zip(columns, fields, strict=False) if field}, end, at
+    lines = io.BufferedReader(file, BLOCK_BYTES)
+    try:
+        head = lines.readline(_MOST_HEAD_BYTES)
+        columns = _columns(head) if head.startswith(b"step") and head.endswith(b"\n") else []
+        if columns[:1] != ["step"]:
+            return _Kept([], {}, 0, 0, 0)
+        at, end, row = 0, len(head), b""
+        while (line := lines.readline(MOST_LINE_BYTES)).endswith(b"\n") and line.isascii():
+            first, _, _ = line[:-1].partition(b",")
+            is_row = first.isdigit() and len(first) < 16 and line.count(b",") == len(columns) - 1
+            if not is_row or int(first) > steps:
+                break
+            at, end, row = end, end + len(line), line
+        fields = row[:-1].decode().split(",") if row else []
+        found = {name: field for name, field in zip(columns, fields, strict=False) if field}
+        return _Kept(columns, found, len(head), at, end)
+    finally:
+        lines.detach()
+
+
+def _columns(head: bytes) -> list[str]:
+    try:
+        return next(csv.reader([head[:-1].decode(errors="replace")]), [])
+    except csv.Error:  # a name of more than 131,072 characters
+        return []
 
 
 def _line(names: list[str]) -> bytes:

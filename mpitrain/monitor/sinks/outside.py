@@ -19,6 +19,7 @@ from mpitrain.files import adding, reading
 from mpitrain.monitor.sinks.sink import About, Figures, Sink
 
 _MOST_BYTES = 64 * 2**20  # of messages that the program has not taken; W&B may need a minute to start
+_MOST_SAID_BYTES = 1 << 16  # of the end of the program's log
 _EVERY_S = 0.5  # between writes: each wakes the program, which takes a core from a rank
 _END_S = 20.0
 _LEFT_S = 180.0  # more than the times of program.py for an earlier program and for its own end
@@ -164,8 +165,8 @@ class Outside(Sink):
         """What the program has said at its end."""
         assert self._program is not None
         with reading(self._log) as log:
-            log.seek(self._log_begin)
-            lines = log.read().decode(errors="replace").split("\n")
+            log.seek(max(self._log_begin, log.seek(0, os.SEEK_END) - _MOST_SAID_BYTES))
+            lines = log.read(_MOST_SAID_BYTES).decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"its program has ended with code {self._program.returncode}: {said}; {self._log} says more"
 

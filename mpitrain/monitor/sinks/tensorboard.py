@@ -13,7 +13,7 @@ from mpitrain.monitor.sinks import event_file
 from mpitrain.monitor.sinks.event_file import EventFile
 from mpitrain.monitor.sinks.sink import About, Figures, Sink, tag
 
-_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
+_NAME = re.compile(r"events\.out\.tfevents\.(\d{1,15})\.", re.ASCII)
 
 
 class TensorBoard(Sink):

@@ -1,15 +1,17 @@
 """A run in Weights & Biases. It is called by program.py alone."""
 
+import errno
 import json
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from mpitrain.files import open_regular, read_text
+from mpitrain.files import OddFileError, blocks_of_lines, open_regular
 from mpitrain.monitor.sinks.sink import About
 
-_MOST_BYTES = 1 << 30
-"""Of the rows that are kept, of 50 bytes each."""
+_MOST_ROWS = 1_000_000
+"""Of steps that are computed again."""
 
 
 class WandbRun:
@@ -37,8 +39,7 @@ class WandbRun:
         path = about.folder / "wandb.rows"
         self._earlier: set[str] = set()
         with suppress(FileNotFoundError):
-            lines = read_text(path, most_bytes=_MOST_BYTES).splitlines()
-            self._earlier = {line for line in lines if _step_of(line) > about.steps_done}
+            self._earlier = _later_rows(path, about.steps_done)
         self._rows = os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", buffering=1)
         self._rows.writelines(f"{line}\n" for line in sorted(self._earlier, key=_step_of))
 
@@ -67,6 +68,18 @@ def _nested(settings: dict[str, Any]) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[key] = setting
     return nested
+
+
+def _later_rows(path: Path, steps_done: int) -> set[str]:
+    """The rows of steps after `steps_done`. OSError if the file is none that a run has written."""
+    found: set[str] = set()
+    for block, _ in blocks_of_lines(path):
+        found.update(line for line in block.decode(errors="replace").splitlines() if _step_of(line) > steps_done)
+        if len(found) > _MOST_ROWS:
+            raise OddFileError(
+                errno.EFBIG, f"it has more than {_MOST_ROWS:,} rows after step {steps_done:,}", str(path)
+            )
+    return found
 
 
 def _step_of(row: str) -> int:

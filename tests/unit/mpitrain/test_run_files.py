@@ -64,6 +64,7 @@ def test_a_new_file_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 def test_lines_and_their_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(files, "_FREE_BYTES", 16)
     monkeypatch.setattr(files, "MOST_LINE_BYTES", 40)
     path = tmp_path / "a"
     path.write_bytes(b"one\n" + b"t" * 30 + b"\nthree\nfour")

@@ -72,6 +72,7 @@ def test_only_the_end_of_a_long_file(tmp_path: Path) -> None:
 
 def test_long_files_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(follow, "MOST_LINE_BYTES", 64)
     path = tmp_path / "metrics.jsonl"
     whole = "".join(f'{{"step": {step}}}\n' for step in range(10, 40))
     path.write_text(whole[:200] + "x" * 300 + "\n" + whole[200:])  # in the middle of the line of step 25

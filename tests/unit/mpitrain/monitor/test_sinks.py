@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from mpitrain.config import ConfigError
-from mpitrain.monitor.sinks import About, Sink, check_sinks, make_sinks, outside, program
+from mpitrain.monitor.sinks import About, Sink, check_sinks, csv_file, make_sinks, outside, program, wandb_run
 
 SETTINGS = {
     "run": "runs/a",
@@ -98,6 +99,50 @@ def test_a_csv_file_goes_on_where_the_run_does(tmp_path: Path, torn: bytes) -> N
     found = rows(tmp_path)
     assert [(row["step"], row["heldout_loss"]) for row in found] == [("1", ""), ("2", "0.5"), ("3", ""), ("4", "")]
     assert [float(row["step_s"]) // 1 for row in found] == [1, 1, 2, 2]
+
+
+def test_a_long_csv_file_is_read_and_rewritten_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_file, "BLOCK_BYTES", 16)
+    sink = opened("csv", tmp_path)
+    for step in range(1, 30):
+        sink.step(step, {"loss": step / 2, f"new{step // 10}": 1.0})
+    sink.close()
+    sink = opened("csv", tmp_path, steps_done=25)
+    sink.step(26, {"loss": 1.5, "other": 2.0})
+    sink.close()
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [str(step) for step in range(1, 27)]
+    assert all(
+        row["loss"] == str(step / 2) and row[f"new{step // 10}"] == "1.0" for step, row in enumerate(found[:25], 1)
+    )
+    assert found[25] == {"step": "26", "loss": "1.5", "new0": "", "new1": "", "new2": "", "other": "2.0"}
+
+
+def test_files_of_sinks_that_no_run_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read line by line, whatever their size."""
+    path, rows_of_wandb = tmp_path / "metrics.csv", tmp_path / "wandb.rows"
+    for file in (path, rows_of_wandb):
+        with file.open("wb") as made:
+            made.truncate(3 << 30)
+    tracemalloc.start()
+    try:
+        sink = opened("csv", tmp_path, steps_done=3)
+        sink.step(4, {"loss": 1.0})
+        sink.close()
+        with pytest.raises(OSError, match="it has a line of more than"):
+            wandb_run._later_rows(rows_of_wandb, 0)
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
+    assert path.read_text() == "step,loss\n4,1.0\n"
+    path.write_bytes(b"step,loss\n1,2.0\n2,\xff\n3,1.0\n")
+    opened("csv", tmp_path, steps_done=3).close()
+    assert path.read_text() == "step,loss\n1,2.0\n"
+    rows_of_wandb.write_text("[1, 0.5, null]\n[2, 0.5, null]\n[3, 0.5, null]\n[[[[\n7\n[1e999]\n")
+    assert wandb_run._later_rows(rows_of_wandb, 1) == {"[2, 0.5, null]", "[3, 0.5, null]"}
+    monkeypatch.setattr(wandb_run, "_MOST_ROWS", 1)
+    with pytest.raises(OSError, match="it has more than 1 rows after step 1"):
+        wandb_run._later_rows(rows_of_wandb, 1)
 
 
 def test_a_csv_file_without_a_whole_header_begins_anew(tmp_path: Path) -> None:
