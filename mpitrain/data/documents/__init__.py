@@ -4,8 +4,9 @@ A reader maps a file into memory. Its `cut(begin, end)` returns the documents wh
 So the parts of a shard can be counted from its size alone, before it is opened. Names are keys, and never paths: nothing is unpacked.
 """
 
-from mpitrain.data.documents.kinds import Kind, ending_of, is_compressed, kind_of, open_shard
+from mpitrain.data.documents.kinds import Kind, ending_of, has_kind_as_before, is_compressed, kind_of, open_shard
 from mpitrain.data.documents.reading import (
+    VERSION,
     Cut,
     DamagedSampleError,
     DamagedShardError,
@@ -15,6 +16,7 @@ from mpitrain.data.documents.reading import (
 )
 
 __all__ = [
+    "VERSION",
     "Cut",
     "DamagedSampleError",
     "DamagedShardError",
@@ -22,6 +24,7 @@ __all__ = [
     "Reader",
     "checked_text",
     "ending_of",
+    "has_kind_as_before",
     "is_compressed",
     "kind_of",
     "open_shard",

@@ -52,6 +52,20 @@ def is_compressed(name: str) -> bool:
     return ending_of(name).lower().endswith((*COMPRESSED, ".tgz"))
 
 
+def has_kind_as_before(name: str, before: str) -> bool:
+    """Whether readers of version 1 took a shard with the name `before`, which is `name` now, for what it is. See reading.VERSION."""
+    kind, plain = "text", before
+    for ending in COMPRESSED:
+        plain = plain.removesuffix(ending)
+    if plain.endswith((".tar", ".tgz")):
+        kind = "tar"
+    elif plain.endswith((".jsonl", ".ndjson")):
+        kind = "lines"
+    elif plain.endswith(".parquet"):
+        kind = "parquet"
+    return (kind, before.endswith((*COMPRESSED, ".tgz"))) == (kind_of(name), is_compressed(name))
+
+
 def open_shard(path: Path, name: str, kind: Kind, field: str | None = None) -> Reader:
     """Open a shard that is not compressed, or its unpacked copy at `path`.
 

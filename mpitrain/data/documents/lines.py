@@ -42,7 +42,7 @@ class LinesReader:
         first, last = self._line_from(begin), self._line_from(end)
         data = np.frombuffer(self._file.bytes, np.uint8)
         begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        start = first  # of the line that the next piece ends
+        start, has_odd = first, False  # the begin of the line that the next piece ends
         for at in range(first, last, _PIECE_BYTES):
             stop = min(at + _PIECE_BYTES, last)
             its_ends = at + np.flatnonzero(data[at:stop] == _NEWLINE)
@@ -51,9 +51,11 @@ class LinesReader:
             if len(its_ends):
                 its_begins = np.append(start, its_ends[:-1] + 1)
                 start = int(its_ends[-1]) + 1
-                for found, of_piece in zip((begins, ends), _with_text(data, its_begins, its_ends), strict=True):
-                    found.append(of_piece)
-        return LinesCut(self, np.concatenate(begins), np.concatenate(ends))
+                its_begins, its_ends, is_odd = _with_text(data, its_begins, its_ends)
+                begins.append(its_begins)
+                ends.append(its_ends)
+                has_odd |= is_odd
+        return LinesCut(self, np.concatenate(begins), np.concatenate(ends), has_odd)
 
     def close(self) -> None:
         """See Reader."""
@@ -98,6 +100,17 @@ class LinesReader:
             raise error
         return text
 
+    def is_of_python(self, begin: int, end: int) -> bool:
+        """Whether the line from byte `begin` to `end - 1` is read, and is not as JSON asks: see `_text_of_python`."""
+        try:
+            self.text(begin, end)
+            self._decoder.decode(self._file.bytes[begin:end])
+        except DamagedSampleError:
+            return False
+        except msgspec.DecodeError:
+            return True
+        return False
+
     def _line_from(self, at: int) -> int:
         """The first line that begins at byte `at` or later."""
         if at <= 0:
@@ -112,13 +125,16 @@ class LinesReader:
         return size if found < 0 else found + 1
 
 
-def _with_text(data: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lines that have more than blanks. Those with a byte-order mark begin after it. `data`: the file, uint8."""
+def _with_text(data: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
+    """The lines that have more than blanks, and whether there are others, that are not empty, or byte-order marks.
+
+    Lines with a mark begin after it. `data`: the file, uint8.
+    """
     kept = ends > begins
     begins, ends = begins[kept], ends[kept]
     odd = np.flatnonzero(data[begins] != _BRACE)
     if not len(odd):
-        return begins, ends
+        return begins, ends, False
     long = odd[ends[odd] - begins[odd] >= len(_MARK)]
     marked = long[np.all([data[begins[long] + place] == byte for place, byte in enumerate(_MARK)], axis=0)]
     begins[marked] += len(_MARK)
@@ -135,14 +151,14 @@ def _with_text(data: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[
     for index, place in zip(left.tolist(), places.tolist(), strict=True):
         end = min(int(ends[index]), place + MOST_DOCUMENT_BYTES)
         kept[index] = bool(data[place:end].tobytes().strip(_BLANKS))
-    return begins[kept], ends[kept]
+    return begins[kept], ends[kept], bool(len(marked)) or not kept.all()
 
 
 class LinesCut:
-    """Neighbouring lines. See Cut."""
+    """Neighbouring lines. See Cut. `has_odd`: see `_with_text`."""
 
-    def __init__(self, reader: LinesReader, begins: np.ndarray, ends: np.ndarray) -> None:
-        self._reader, self._begins, self._ends = reader, begins, ends
+    def __init__(self, reader: LinesReader, begins: np.ndarray, ends: np.ndarray, has_odd: bool) -> None:
+        self._reader, self._begins, self._ends, self._has_odd = reader, begins, ends, has_odd
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -155,3 +171,7 @@ class LinesCut:
 
     def text(self, index: int) -> bytes:
         return self._reader.text(int(self._begins[index]), int(self._ends[index]))
+
+    def is_as_before(self) -> bool:
+        lines = zip(self._begins.tolist(), self._ends.tolist(), strict=True)
+        return not self._has_odd and not any(self._reader.is_of_python(begin, end) for begin, end in lines)

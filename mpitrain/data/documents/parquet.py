@@ -190,6 +190,9 @@ class ParquetCut:
             raise DamagedSampleError(f"{self.where(index)}: expected text, got null")
         return value
 
+    def is_as_before(self) -> bool:
+        return True
+
 
 def _named(groups: Sequence[int]) -> str:
     return f"row group {groups[0]}" if len(groups) == 1 else f"row groups {groups[0]} to {groups[-1]}"

@@ -13,6 +13,14 @@ from collectives.texts import shown
 
 T = TypeVar("T")
 
+VERSION = 2
+"""Of the readers. Checkpoints and folders of tokens keep it. It grows when a shard gives other documents than before.
+
+1, which is not kept, took `.json`, other names of JSON Lines, and endings in capital letters as text. Of JSON Lines it took lines of
+blanks as documents, and could not read those with a byte-order mark, NaN or the like. Of tar files it left out links and sparse files,
+or took what is packed of a sparse file, and it read hidden files. `Cut.is_as_before` tells of a part of a shard.
+"""
+
 MOST_DOCUMENT_BYTES = 256 << 20
 """A longer document is damaged: a file with holes can have one that no memory holds."""
 
@@ -45,6 +53,9 @@ class Cut(Protocol):
 
     def text(self, index: int) -> bytes:
         """A document in UTF-8. DamagedSampleError if it cannot be read."""
+
+    def is_as_before(self) -> bool:
+        """Whether readers of version 1 gave the same documents. It may read them all."""
 
 
 def check_length(num_bytes: int, where: str) -> None:

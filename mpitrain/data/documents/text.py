@@ -63,3 +63,6 @@ class TextCut:
         begin, end = self._pairs[index]
         check_length(end - begin, self.where(index))
         return self._file.bytes[begin:end]
+
+    def is_as_before(self) -> bool:
+        return True

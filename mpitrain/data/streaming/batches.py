@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from mpitrain.data.documents import VERSION
 from mpitrain.data.positions import Positions
 from mpitrain.data.shards import unpacked
+from mpitrain.data.streaming import earlier
 from mpitrain.data.streaming.feed import CHUNK, AllOnOtherSideError
 from mpitrain.data.streaming.lanes import NUM_INTEGERS, OpenLanes, Recipe, rows_per_lane
 from mpitrain.data.streaming.saved import check
@@ -67,7 +69,8 @@ class DocumentBatches(Positions):
                 tensors[f"shards/{source.name}"] = np.frombuffer(source.shards.packed(), np.uint8)
         listed = {name: len(packed) for name, packed in tensors.items()}
         meta = {
-            "lanes": self.lanes, "order": self._order(), "sources": [source.meta() for source in sources], "list_bytes": listed
+            "lanes": self.lanes, "order": {**self._settings(), earlier.KEY: VERSION},
+            "sources": [source.meta() for source in sources], "list_bytes": listed
         }  # fmt: skip
         return meta, dict(tensors)
 
@@ -82,8 +85,9 @@ class DocumentBatches(Positions):
             for its in (meta["sources"], [source.meta() for source in self._new.sources])
         )
         settings = {"data.sources": (there, here)} | {
-            name: (meta["order"].get(name, value), value) for name, value in self._order().items()
+            name: (meta["order"].get(name, value), value) for name, value in self._settings().items()
         }
+        earlier.is_earlier(meta["order"].get(earlier.KEY, 1))
         for name, (before, now) in settings.items():
             if not _is_same(name, before, now):
                 raise ValueError(
@@ -98,21 +102,41 @@ class DocumentBatches(Positions):
         lists = {name: ((int(num),), np.uint8) for name, num in meta["list_bytes"].items()}
         return {"lanes": ((meta["lanes"], len(here), NUM_INTEGERS), np.int64), **lists}
 
-    def load(self, next_sample: int, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
-        """Go on with the meta and tensors of a checkpoint: see `shapes`. ValueError: see Source.resumed.
+    def load(
+        self,
+        next_sample: int,
+        meta: Mapping[str, Any],
+        tensors: Mapping[str, np.ndarray],
+        rows: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Go on with the meta and tensors of a checkpoint: see `shapes`. Returns lines for the user.
 
-        `next_sample`: the number of samples before it. What is left out since then may follow.
+        `next_sample`: the number of samples before it. What is left out since then may follow. `rows`: those of each batch that this
+        rank makes; None: all.
+
+        Raises:
+            ValueError: see Source.resumed, and earlier.py.
+            DamagedShardError, OSError: a shard in which a run of an earlier version has stopped cannot be read.
         """
         lanes = np.asarray(tensors["lanes"])
         if lanes.size and not 0 <= lanes.min() <= lanes.max() <= _MAX_PLACE:
             raise ValueError(f"data: the checkpoint has places in the documents from {lanes.min()} to {lanes.max()}")
-        sources = []
+        sources, has_other_keys, is_earlier = [], False, earlier.is_earlier(meta["order"].get(earlier.KEY, 1))
         for index, (source, saved) in enumerate(zip(self._new.sources, meta["sources"], strict=True)):
             listed = np.asarray(tensors[f"shards/{source.name}"]).tobytes()
             names, sizes = unpacked(listed, most_bytes=_LEAST_LIST_BYTES + 4 * source.shards.plain_bytes)
             sources.append(source.resumed(saved, names, sizes, furthest=int(lanes[:, index, CHUNK].max())))
-        self._begin(replace(self._new, sources=tuple(sources), lanes=int(meta["lanes"])))
+            if is_earlier:
+                earlier.check_kinds(sources[-1], names)
+                has_other_keys |= sources[-1].shards.names[: len(names)] != names
+        recipe = replace(self._new, sources=tuple(sources), lanes=int(meta["lanes"]))
+        if is_earlier:
+            its = range(recipe.batch) if rows is None else rows
+            earlier.check_places(recipe, lanes, sorted({row // recipe.per_lane for row in its}))
+        self._begin(recipe)
         self._stream.load(next_sample // self.lanes, lanes)
+        has_other_keys &= recipe.share != (0.0, 1.0)
+        return earlier.remarks(sources, has_other_keys=has_other_keys) if is_earlier else []
 
     def start_over(self) -> None:
         """Go back to the begin of the run. After `go_on`."""
@@ -124,7 +148,7 @@ class DocumentBatches(Positions):
         numbers: list[int] = (self.samples(step, firsts) // self.lanes).tolist()
         return numbers
 
-    def _order(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """The settings that decide what the places in a state mean."""
         recipe = self._new
         settings = {"data.packing": recipe.packing, "data.heldout": recipe.share[0], "train.seed": recipe.seed}

@@ -16,7 +16,7 @@ import msgspec
 from collectives import Communicator
 from collectives.diagnosis.hangs.deadline import Deadline
 from mpitrain.config import ConfigError, DataConfig
-from mpitrain.data.documents import Cut, DamagedSampleError, checked_text
+from mpitrain.data.documents import VERSION, Cut, DamagedSampleError, checked_text, has_kind_as_before
 from mpitrain.data.loading import shard_cache
 from mpitrain.data.open_shards import first_texts
 from mpitrain.data.streaming.feed import Tolerance, tell
@@ -66,7 +66,7 @@ def tokenize(config: DataConfig, folder: Path, comm: Communicator) -> Result:
         if comm.rank == 0:
             lock = job.output.lock()
     try:
-        on_rank0(comm, lambda: job.output.begin(job.settings()))
+        job.is_earlier = on_rank0(comm, lambda: job.output.begin(job.settings())) < VERSION
         result = job.run()
     finally:
         if lock is not None:
@@ -94,6 +94,8 @@ class _Job:
         self._opened = [origin.opened(cache) for origin in origins]
         self._tolerance = Tolerance(config.max_bad_samples, tell)
         self._num_damaged = 0  # by this rank
+        self.is_earlier = False
+        """Whether an earlier version has begun with the folder: what is missing must be as it would have read it."""
         self._piece: Piece | None = None  # on which it works
         self._next_look = 0.0
 
@@ -117,6 +119,9 @@ class _Job:
             comm, lambda: [index for index, piece in enumerate(self._pieces) if output.numbers(piece) is None]
         )
         wanted = [self._pieces[index] for index in missing]
+        with comm.together():
+            if self.is_earlier and wanted:
+                self._check_kinds()
         lines = (
             self._tokenizer.use_fast_engine(comm, lambda: first_texts(next(self._cuts(wanted[0])))) if wanted else []
         )
@@ -173,6 +178,8 @@ class _Job:
         file = MegatronWriter(self.output.path_of(piece), self._dtype)
         try:
             for cut in self._cuts(piece):
+                if self.is_earlier and not cut.is_as_before():
+                    raise self._otherwise(f"{cut.where(0)} and those beside it" if len(cut) else piece.name)
                 for index in range(len(cut)):
                     try:
                         text = checked_text(cut, index)
@@ -194,6 +201,18 @@ class _Job:
         )
         self.output.complete(piece, numbers)
         return numbers
+
+    def _check_kinds(self) -> None:
+        """ConfigError if an earlier version took shards for others than this one."""
+        for origin in self._origins:
+            for name, path in zip(origin.shards.names, origin.shards.paths, strict=True):
+                if origin.kind is None and not has_kind_as_before(path, name):
+                    raise self._otherwise(name)
+
+    def _otherwise(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"tokenize: {self.output.folder} has tokens by an earlier version, which read {what} otherwise; choose another --out"
+        )
 
     def _cuts(self, piece: Piece) -> Iterator[Cut]:
         return cuts_of(piece, self._opened[piece.origin])

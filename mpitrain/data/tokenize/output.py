@@ -20,10 +20,11 @@ import numpy as np
 
 from collectives.files import write_new
 from mpitrain.config import ConfigError, FolderInUseError
+from mpitrain.data.documents import VERSION
 from mpitrain.data.tokenize.documents import Piece
 from mpitrain.elastic.folder_lock import FolderLock, LockedError
 
-_SETTINGS = "tokenize.json"
+_SETTINGS, _VERSION = "tokenize.json", "reader"
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +55,14 @@ class Output:
                 f"tokenize: {error} writes to {self.folder}; wait for its end, or choose another --out"
             ) from None
 
-    def begin(self, settings: Mapping[str, Any]) -> None:
-        """Prepare the folder for the ranks of a job, on rank 0. ConfigError if it has something else, or tokens of other settings."""
+    def begin(self, settings: Mapping[str, Any]) -> int:
+        """Prepare the folder for the ranks of a job, on rank 0. ConfigError if it has something else, or tokens of other settings.
+
+        Returns the version of the readers (documents.VERSION) of an earlier job in the folder, or of this one.
+        """
+        version = VERSION
         if (path := self.folder / _SETTINGS).exists():
-            self._check(path, settings)
+            version = self._check(path, settings)
         elif others := sorted(each.name for each in self.folder.iterdir() if not each.name.startswith(".")):
             raise ConfigError(
                 f"tokenize: --out: expected an empty folder or that of an earlier job, got {self.folder} with {others[0]}"
@@ -66,7 +71,9 @@ class Output:
         self._claims.mkdir()
         for left in self.folder.glob("*.part"):  # by ranks that were killed
             left.unlink()
-        _write(path, msgspec.json.format(msgspec.json.encode(settings), indent=1))
+        whole = {**settings, _VERSION: version} if version > 1 else settings
+        _write(path, msgspec.json.format(msgspec.json.encode(whole), indent=1))
+        return version
 
     def check_shared(self) -> None:
         """ConfigError if this rank does not see the folder of rank 0."""
@@ -128,7 +135,8 @@ class Output:
         """Whether a rank has told the others to end."""
         return (self._claims / "failed").exists()
 
-    def _check(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def _check(self, path: Path, settings: Mapping[str, Any]) -> int:
+        """The version of the readers of the job that has left these settings. ConfigError if it was another job."""
         try:
             there = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except msgspec.MsgspecError as error:
@@ -142,6 +150,13 @@ class Output:
                 raise ConfigError(
                     f"tokenize: {self.folder} has tokens of another job: {what}; take the same, or another --out"
                 )
+        version: Any = there.get(_VERSION, 1)
+        if type(version) is not int or not 1 <= version <= VERSION:
+            raise ConfigError(
+                f"tokenize: {self.folder} has tokens by version {version!s:.20} of the readers, and this program has {VERSION}; take a "
+                "program that is as new, or another --out"
+            )
+        return version
 
     def _numbers_of(self, piece: Piece) -> Path:
         return self.folder / f"{piece.name}.json"

@@ -205,9 +205,10 @@ class RankBatches:
         ValueError if it is of other data, or if its meta tells of other tensors than it has.
         """
         if bool(meta) != isinstance(self.train, DocumentBatches):
+            its = "documents" if meta else "text or tokens (as which earlier versions took .json)"
             raise ValueError(
-                f"data.path: the run was saved with {'documents' if meta else 'text or tokens'}, and its place in these data is not "
-                "known; take the same, or start another run with --run"
+                f"data.path: the run was saved with {its}, and its place in these data is not known; take the same, or start "
+                "another run with --run"
             )
         if not isinstance(self.train, DocumentBatches):
             return {}
@@ -221,20 +222,25 @@ class RankBatches:
                 )
         return {name: np.empty(shape, kind) for name, (shape, kind) in wanted.items()}
 
-    def load(self, step: int, next_sample: int, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
-        """Go on after `step` steps, with the tensors of a checkpoint. ValueError if shards of that time are missing or changed.
+    def load(
+        self, step: int, next_sample: int, meta: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
+    ) -> list[str]:
+        """Go on after `step` steps, with the tensors of a checkpoint. Returns lines for the user.
 
-        Documents without a state begin anew.
+        ValueError if shards of that time are missing or changed, or are read otherwise now. Documents without a state begin anew.
         """
         self._ahead = _Ahead()
         if not isinstance(self.train, DocumentBatches):
             self.train.go_on(step, next_sample)
         elif meta:
             self.train.go_on(step, next_sample)
-            self.train.load(next_sample, meta, {name.removeprefix("data/"): array for name, array in tensors.items()})
+            its = {name.removeprefix("data/"): array for name, array in tensors.items()}
+            rows = rows_of(self._parts(self.train, self._num_micro)) if self._reading.leads else ()
+            return self.train.load(next_sample, meta, its, rows)
         else:
             self.train.go_on(step, 0)
             self.train.start_over()
+        return []
 
     def start_over(self) -> None:
         """Go back to the begin of the run."""

@@ -73,7 +73,9 @@ class TrainingState:
         self.step = resumed.step
         with self._comm.together():
             try:
-                batches.load(resumed.step, resumed.next_sample, resumed.documents, resumed.tensors)
+                resumed.remarks.extend(
+                    batches.load(resumed.step, resumed.next_sample, resumed.documents, resumed.tensors)
+                )
             except ValueError as error:
                 if is_own:
                     raise ConfigError(str(error)) from None

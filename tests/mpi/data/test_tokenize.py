@@ -114,6 +114,48 @@ def test_going_on_after_an_interruption(config: DataConfig, comm: Communicator, 
     assert tokenize(config, out, comm).own.documents == 0
 
 
+def test_a_folder_of_an_earlier_version(config: DataConfig, comm: Communicator, shared_tmp: Path) -> None:
+    """It goes on with what that version would have read, and with nothing else."""
+    out = shared_tmp / "out"
+    tokenize(config, out, comm)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def interrupted(*lost: str) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            settings = json.loads((out / "tokenize.json").read_bytes())
+            settings.pop("reader", None)
+            (out / "tokenize.json").write_text(json.dumps(settings))
+            for name in lost:
+                (out / f"data-{name}.json").unlink()
+        comm.barrier()
+
+    interrupted("000003")
+    tokenize(config, out, comm)
+    there = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert "reader" not in json.loads(there.pop("tokenize.json"))
+    assert json.loads(before.pop("tokenize.json"))["reader"] == 2
+    assert there == before
+    if comm.rank == 0:
+        path = shared_tmp / "c.jsonl"
+        lines = path.read_bytes().split(b"\n")
+        lines[0] = b" " * len(lines[0])
+        path.write_bytes(b"\n".join(lines))
+    interrupted()
+    assert tokenize(config, out, comm).own.documents == 0, "nothing is missing"
+    interrupted(*(name[5:-5] for name in there if name.endswith(".json")))
+    refused(
+        config, out, comm, r"has tokens by an earlier version, which read c.jsonl.* otherwise; choose another --out"
+    )
+    if comm.rank == 0:
+        (shared_tmp / "d.jsonl").rename(shared_tmp / "d.json")
+    config = DataConfig(path=(f"{shared_tmp}/?.json*",), tokenizer=config.tokenizer)
+    tokenize(config, shared_tmp / "more", comm)
+    out = shared_tmp / "more"
+    interrupted("000000")
+    refused(config, out, comm, r"has tokens by an earlier version, which read d.json otherwise; choose another --out")
+
+
 def refused(config: DataConfig, out: Path, comm: Communicator, text: str) -> None:
     comm.barrier()
     with pytest.raises(ValueError, match=text):

@@ -124,6 +124,10 @@ class TarCut:
             f"{self.where(index)}: expected a part {wanted.decode()!r}, got {sorted(self.parts(index))}"
         )
 
+    def is_as_before(self) -> bool:
+        """Whether readers of version 1 gave the same samples of the whole tar file."""
+        return self._reader.entries.is_as_before
+
     def parts(self, index: int) -> dict[str, bytes]:
         """The parts of a sample by what follows the first dot of their names. DamagedSampleError for a name that is no key, and for a
         part that cannot be read."""
