@@ -56,7 +56,7 @@ META: list[tuple[list[str | int], Any]] = [
     (["data", "documents", "sources"], [{}]),
     *((["data", "documents", "sources", 0, "chunk_bytes"], value) for value in (0, "x")),
     *((["data", "documents", "sources", 0, "eras"], value) for value in ([], [[0]], [[0, -1]], "x")),
-    *((["health", "left_out"], value) for value in ([[0, 1 << 60]], [[0]], 7)),
+    *((["health", "left_out"], value) for value in ([[0, 1 << 60]], [[0, 1 << 50]], [[0]], 7)),
     (["health", "windows"], [[], [], []]),
     (["stepper"], {"skipped": "x"}),
     (["wires"], {"wire": 5}),

@@ -59,8 +59,10 @@ def check_places(recipe: Recipe, lanes: np.ndarray, numbers: Iterable[int]) -> N
 
 
 def remarks(sources: Iterable[Source], *, has_other_keys: bool) -> list[str]:
-    """Lines for the user: what the run reads otherwise from now on. `has_other_keys`: names of shards had secrets, which are hidden now,
-    and the keys of documents have these names."""
+    """Lines for the user: what the run reads otherwise from now on.
+
+    `has_other_keys`: names of shards had secrets, which are hidden now, and the keys of documents have these names.
+    """
     kinds = {kind_of(path) for source in sources for path in source.shards.paths}
     its = " and ".join(_FROM_NOW_ON[kind] for kind in ("lines", "tar") if kind in kinds)
     lines = [f"the run was saved by an earlier version: from now on {its}"] if its else []

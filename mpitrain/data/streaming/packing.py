@@ -39,6 +39,8 @@ class CutRows:
         at, segment, state = 0, 0, self._cursor.state
         while at < self._length:
             tokens, offset = self._cursor.tokens(), int(state[OFFSET])
+            if offset >= len(tokens):
+                raise _nowhere(state)
             count = min(len(tokens) - offset, self._length - at)
             row.tokens[at : at + count] = tokens[offset : offset + count]
             row.segments[at : at + count] = segment
@@ -68,6 +70,8 @@ class WholeRows:
         state = self._cursor.state
         if not self._rows:
             self._rows, self._after = self._group(taken=int(state[OFFSET]))
+            if state[OFFSET] >= len(self._rows):
+                raise _nowhere(state)
         row = self._rows[int(state[OFFSET])]
         state[OFFSET] += 1
         if state[OFFSET] == len(self._rows):
@@ -113,6 +117,14 @@ class WholeRows:
             segments[at : at + len(piece)] = segment
             at += len(piece)
         return Row(tokens, segments)
+
+
+def _nowhere(state: np.ndarray) -> ValueError:
+    """The error for a place behind the end of a document or group, which no run saves."""
+    return ValueError(
+        f"data: the checkpoint's place in the documents is none: number {state[OFFSET]} of document {state[DOCUMENT]} of chunk "
+        f"{state[CHUNK]}; were the shards replaced by others of the same size? Start another run with --run"
+    )
 
 
 def best_fit(pieces: list[np.ndarray], capacity: int) -> list[list[np.ndarray]]:

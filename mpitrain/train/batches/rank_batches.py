@@ -11,6 +11,7 @@ import ckpt
 from collectives import Communicator
 from mpitrain.config import Config
 from mpitrain.data import Batches, HeldoutBatches
+from mpitrain.data.left_out import Interval, merged
 from mpitrain.data.loading import Corpus, Documents
 from mpitrain.data.streaming.batches import DocumentBatches, HeldoutDocuments
 from mpitrain.data.streaming.feed import Tolerance
@@ -26,6 +27,7 @@ from mpitrain.train.batches.parts import Part, parts_of, rows_of
 from mpitrain.train.batches.shared_reading import SharedReading
 
 CPU = torch.device("cpu")
+_MOST_STEPS, _MOST_SAMPLES = 1000, 1 << 20  # that a checkpoint may leave out of documents, whatever the settings are
 
 
 class _Ahead(NamedTuple):
@@ -83,6 +85,9 @@ class RankBatches:
         )  # fmt: skip
         self._maker = MicroBatchMaker(config, checks_tokens=self._may_fail)
         self._tolerance = Tolerance(config.data.max_bad_samples)
+        # A rewind leaves out a step, and those before it that were skipped.
+        most_steps = _MOST_STEPS + (train.max_rewinds + 1) * (train.max_skipped_steps + 1)
+        self._most_left_out = max(_MOST_SAMPLES, most_steps * train.batch)
         self._ahead = _Ahead()
         self._copies = Copies(device) if device.type == "cuda" else None
         if isinstance(found, Documents):
@@ -241,6 +246,18 @@ class RankBatches:
             self.train.go_on(step, 0)
             self.train.start_over()
         return []
+
+    def check_left_out(self, next_sample: int, intervals: Sequence[Interval]) -> None:
+        """ValueError if a checkpoint leaves out more documents after `next_sample` than a run does: lanes read what is left out.
+
+        `intervals`: see Positions.leave_out.
+        """
+        ahead = sum(max(end - max(begin, next_sample), 0) for begin, end in merged(intervals))
+        if isinstance(self.train, DocumentBatches) and ahead > self._most_left_out:
+            raise ValueError(
+                f"data: the checkpoint leaves out {ahead} rows of documents that follow; expected {self._most_left_out} at most, by "
+                "train.max_rewinds and train.max_skipped_steps; take those of the run that has saved it, or start another run with --run"
+            )
 
     def start_over(self) -> None:
         """Go back to the begin of the run."""

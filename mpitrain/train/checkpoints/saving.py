@@ -160,6 +160,7 @@ def load(
             if is_own:
                 raise ConfigError(str(error)) from None
             documents, of_data, other_data = {}, {}, f"the data begin anew: {error}"
+            meta.get("health", {}).pop("left_out", None)  # of the other data
     remarks = _take_table(meta.get("collectives"), comm)
     step, device = meta["step"], _device(model)
     rows = random_states.pack(device)

@@ -73,6 +73,7 @@ class TrainingState:
         self.step = resumed.step
         with self._comm.together():
             try:
+                batches.check_left_out(resumed.next_sample, resumed.health.get("left_out", ()))
                 resumed.remarks.extend(
                     batches.load(resumed.step, resumed.next_sample, resumed.documents, resumed.tensors)
                 )

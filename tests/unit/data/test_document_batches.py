@@ -13,6 +13,7 @@ from mpitrain.data.cache import ShardCache
 from mpitrain.data.shard_names import shard_names
 from mpitrain.data.shards import ShardList, in_their_folder, list_shards
 from mpitrain.data.streaming.batches import DocumentBatches
+from mpitrain.data.streaming.feed import OFFSET
 from mpitrain.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.data.streaming.sources import Source
 from mpitrain.data.tokenizers import Bytes
@@ -185,3 +186,17 @@ def test_a_hundred_thousand_shards() -> None:
     assert again.sequence(1)[123456] == source.sequence(1)[123456]
     assert len(source.shards.packed()) < 5e6
     assert time.perf_counter() - began < 10, "2 s on an idle machine"
+
+
+@pytest.mark.parametrize("packing", ["cut", "whole"])
+@pytest.mark.parametrize("offset", [1 << 40, 10_000])
+def test_a_place_behind_the_end_of_a_document(folder: Path, packing: str, offset: int) -> None:
+    run = batches(folder, packing=packing)
+    rows(run, 0)
+    next_sample, meta, tensors = saved(run, 1)
+    tensors["lanes"][1, 0, OFFSET] = offset
+    again = resumed(batches(folder, packing=packing), 1, (next_sample, meta, tensors))
+    with pytest.raises(
+        ValueError, match=rf"the checkpoint's place in the documents is none: number {offset} of document"
+    ):
+        rows(again, 1)
