@@ -5,6 +5,7 @@ Forms of other programs are read, too: lines that end as in Windows, lines of bl
 """
 
 import json
+from array import array
 from pathlib import Path
 
 import msgspec
@@ -18,8 +19,13 @@ from mpitrain.data.documents.reading import (
     check_length,
 )
 
+MOST_LINES = 1 << 25
+"""Of a part. The places of a line take 12 bytes: of so many lines 400 MB."""
+
 _NEWLINE, _BRACE = ord("\n"), ord("{")
 _PIECE_BYTES = 1 << 20
+_MOST_LENGTH = (1 << 32) - 1
+_MOST_PYTHON_BYTES = 32 << 20  # Python's `json` takes up to 16 times as much memory
 _MARK = b"\xef\xbb\xbf"
 _BLANKS = b" \t\r"
 _IS_BLANK = np.isin(np.arange(256), list(_BLANKS))
@@ -41,7 +47,7 @@ class LinesReader:
         """See Reader. Empty lines, and those of blanks, are no documents."""
         first, last = self._line_from(begin), self._line_from(end)
         data = np.frombuffer(self._file.bytes, np.uint8)
-        begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        begins, lengths = array("q"), array("I")  # they grow without a copy
         start, has_odd = first, False  # the begin of the line that the next piece ends
         for at in range(first, last, _PIECE_BYTES):
             stop = min(at + _PIECE_BYTES, last)
@@ -52,10 +58,15 @@ class LinesReader:
                 its_begins = np.append(start, its_ends[:-1] + 1)
                 start = int(its_ends[-1]) + 1
                 its_begins, its_ends, is_odd = _with_text(data, its_begins, its_ends)
-                begins.append(its_begins)
-                ends.append(its_ends)
+                begins.frombytes(its_begins.tobytes())
+                lengths.frombytes(np.minimum(its_ends - its_begins, _MOST_LENGTH).astype(np.uint32).tobytes())
                 has_odd |= is_odd
-        return LinesCut(self, np.concatenate(begins), np.concatenate(ends), has_odd)
+                if len(begins) > MOST_LINES:
+                    raise DamagedShardError(
+                        f"{self._file.name}: more than {MOST_LINES} lines in a part, of which a compressed shard is one; expected "
+                        "smaller shards"
+                    )
+        return LinesCut(self, begins, lengths, has_odd)
 
     def close(self) -> None:
         """See Reader."""
@@ -92,7 +103,7 @@ class LinesReader:
         """The text of a line with what Python's `json` writes, and JSON has not: NaN, Infinity and halves of surrogate pairs in other
         fields. `error` is raised for other lines."""
         try:
-            found = json.loads(line.decode())
+            found = json.loads(line.decode()) if len(line) <= _MOST_PYTHON_BYTES else None
         except ValueError:
             raise error from None
         text = found.get(self._field) if isinstance(found, dict) else None
@@ -155,23 +166,24 @@ def _with_text(data: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> tuple[
 
 
 class LinesCut:
-    """Neighbouring lines. See Cut. `has_odd`: see `_with_text`."""
+    """Neighbouring lines: where they begin, and their bytes. See Cut. `has_odd`: see `_with_text`."""
 
-    def __init__(self, reader: LinesReader, begins: np.ndarray, ends: np.ndarray, has_odd: bool) -> None:
-        self._reader, self._begins, self._ends, self._has_odd = reader, begins, ends, has_odd
+    def __init__(self, reader: LinesReader, begins: "array[int]", lengths: "array[int]", has_odd: bool) -> None:
+        self._reader, self._begins, self._lengths, self._has_odd = reader, begins, lengths, has_odd
 
     def __len__(self) -> int:
         return len(self._begins)
 
     def key(self, index: int) -> bytes:
-        return self._reader.key(int(self._begins[index]))
+        return self._reader.key(self._begins[index])
 
     def where(self, index: int) -> str:
-        return self._reader.where(int(self._begins[index]))
+        return self._reader.where(self._begins[index])
 
     def text(self, index: int) -> bytes:
-        return self._reader.text(int(self._begins[index]), int(self._ends[index]))
+        begin = self._begins[index]
+        return self._reader.text(begin, begin + self._lengths[index])
 
     def is_as_before(self) -> bool:
-        lines = zip(self._begins.tolist(), self._ends.tolist(), strict=True)
-        return not self._has_odd and not any(self._reader.is_of_python(begin, end) for begin, end in lines)
+        lines = zip(self._begins, self._lengths, strict=True)
+        return not self._has_odd and not any(self._reader.is_of_python(at, at + length) for at, length in lines)

@@ -256,7 +256,7 @@ class RankBatches:
         if isinstance(self.train, DocumentBatches) and ahead > self._most_left_out:
             raise ValueError(
                 f"data: the checkpoint leaves out {ahead} rows of documents that follow; expected {self._most_left_out} at most, by "
-                "train.max_rewinds and train.max_skipped_steps; take those of the run that has saved it, or start another run with --run"
+                "train.max_rewinds and train.max_skipped_steps; take those of the run that saved it, or start another run with --run"
             )
 
     def start_over(self) -> None:

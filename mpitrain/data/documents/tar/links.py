@@ -5,7 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 _MOST_HOPS, _MOST_BYTES = 40, 4096  # as Linux
-_MOST_PARTS = 4096  # of the paths of all hops together
+_WORK_OF_PART = 64  # of a name in a path, in bytes that are copied
+_WORK, _WORK_OF_LINK = (
+    1 << 26,
+    1 << 14,
+)  # of all links, and for each: a second, and 50 us. Links of honest files take a tenth
 
 
 class Link(NamedTuple):
@@ -29,24 +33,25 @@ def resolved(
     plain = [plain_name(name) for name in names]
     by_name = {name: index for index, name in enumerate(plain) if not names[index].endswith(b"/")}  # else an old folder
     symbolic = {plain[index]: link.target for index, link in links.items() if link.is_symbolic}
+    walk = _Walk(symbolic, _WORK + _WORK_OF_LINK * len(links))
     old_folders = (name for name in names if name.endswith(b"/"))
     inside = sorted([*plain, *(plain_name(name) + b"/" for name in (*folders, *old_folders))])
 
     def end_of(index: int) -> int | None:
-        for _ in range(_MOST_HOPS):
-            if (link := links.get(index)) is None:
-                return index
+        walk.num_hops = 0
+        while (link := links.get(index)) is not None:
+            walk.hop()
             folder = plain[index].rpartition(b"/")[0] + b"/" if link.is_symbolic else b""
             if not link.target or (link.is_symbolic and link.target.startswith(b"/")):
                 raise _DeadEndError("which is not in this tar file")
-            path = _followed(folder + link.target, symbolic)
+            path = walk.end(folder + link.target)
             if path not in by_name:
                 first = inside[min(bisect_left(inside, path + b"/"), len(inside) - 1)]
                 if not path or first.startswith(path + b"/"):
                     return None
                 raise _DeadEndError("which is not in this tar file")
             index = by_name[path]
-        raise _DeadEndError("and so on in a circle")
+        return index
 
     found: dict[int, int | str | None] = {}
     for index, link in links.items():
@@ -67,32 +72,46 @@ def plain_name(name: bytes) -> bytes:
     return b"/".join(part for part in name.split(b"/") if part not in (b"", b"."))
 
 
-def _followed(path: bytes, symbolic: Mapping[bytes, bytes]) -> bytes:
-    """A path without `..` and without symbolic links, as realpath gives it. `symbolic`: their targets, by plain names."""
-    left, done = _parts(path), list[bytes]()
-    num_hops = num_parts = 0
-    while left:
-        part = left.pop()
-        num_parts += 1
-        if num_parts > _MOST_PARTS or num_hops > _MOST_HOPS:
-            raise _DeadEndError("and so on in a circle")
-        if part == b"..":
-            if not done:
-                raise _DeadEndError("which is not in this tar file")
-            done.pop()
-        elif part not in (b"", b"."):
-            done.append(part)
-            if target := symbolic.get(b"/".join(done)):
+class _Walk:
+    """Follows paths as realpath does. `symbolic`: the targets of symbolic links, by plain names. `work`: how much it may do in all."""
+
+    def __init__(self, symbolic: Mapping[bytes, bytes], work: int) -> None:
+        self._symbolic, self._work = symbolic, work
+        self.num_hops = 0
+        """Over links, since somebody has set it to 0."""
+
+    def hop(self) -> None:
+        """Count one more link. _DeadEndError for the 41st one."""
+        self.num_hops += 1
+        if self.num_hops > _MOST_HOPS:
+            raise _DeadEndError("and so on in a circle, or over too many links")
+
+    def end(self, path: bytes) -> bytes:
+        """The path without `..` and without symbolic links. _DeadEndError if it leads out of the tar file, or takes too much work."""
+        left, done = self._parts(path), b""
+        while left:
+            self._work -= _WORK_OF_PART + len(done)
+            if self._work < 0:
+                raise _DeadEndError("and the links of this tar file are too long to follow all")
+            part = left.pop()
+            if part == b"..":
+                if not done:
+                    raise _DeadEndError("which is not in this tar file")
+                done = done.rpartition(b"/")[0]
+            elif part not in (b"", b"."):
+                inside = done + b"/" + part if done else part
+                if not (target := self._symbolic.get(inside)):
+                    done = inside
+                    continue
                 if target.startswith(b"/"):
                     raise _DeadEndError("which is not in this tar file")
-                num_hops += 1
-                done.pop()
-                left += _parts(target)
-    return b"/".join(done)
+                self.hop()
+                left += self._parts(target)
+        return done
 
-
-def _parts(path: bytes) -> list[bytes]:
-    """The names in a path, the last one first."""
-    if len(path) > _MOST_BYTES:
-        raise _DeadEndError("a path that is too long")
-    return path.split(b"/")[::-1]
+    def _parts(self, path: bytes) -> list[bytes]:
+        """The names in a path, the last one first."""
+        if len(path) > _MOST_BYTES:
+            raise _DeadEndError("a path that is too long")
+        self._work -= len(path)
+        return path.split(b"/")[::-1]

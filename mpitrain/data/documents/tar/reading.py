@@ -18,8 +18,11 @@ from mpitrain.data.documents.reading import (
 )
 from mpitrain.data.documents.tar.entries import Entries, Place, entries_of
 from mpitrain.data.documents.tar.links import plain_name
+from mpitrain.data.documents.tar.sparse import Extents
 
-_MOST_PART_BYTES = 8 << 30  # more than ustar's octal digits say; a tar file with holes may say any number
+_MOST_BYTES = 8 << 30  # of a sample; a tar file with holes, or with links to one large file, may say any number
+_MOST_PARTS = 1 << 14  # of a sample
+_MOST_SHOWN = 8  # names in a message
 
 
 class TarReader:
@@ -116,29 +119,45 @@ class TarCut:
         self._check_key(index)
         if self._reader.part is None and end - first == 1:
             return self._text(index, first)
-        wanted = (self._reader.part or "txt").encode()
-        for file in range(first, end):
-            if _part_of(self._name(file)) == wanted:
+        wanted, names = (self._reader.part or "txt").encode(), list[bytes]()
+        for file in self._files(index):
+            names.append(_part_of(self._name(file)))
+            if names[-1] == wanted:
                 return self._text(index, file)
-        raise DamagedSampleError(
-            f"{self.where(index)}: expected a part {wanted.decode()!r}, got {sorted(self.parts(index))}"
-        )
+        got, num = ", ".join(map(_shown, sorted(names)[:_MOST_SHOWN])), len(names)
+        more = f", ... ({num} parts)" * (num > _MOST_SHOWN)
+        raise DamagedSampleError(f"{self.where(index)}: expected a part {wanted.decode()!r}, got [{got}{more}]")
 
     def is_as_before(self) -> bool:
         """Whether readers of version 1 gave the same samples of the whole tar file."""
         return self._reader.entries.is_as_before
 
     def parts(self, index: int) -> dict[str, bytes]:
-        """The parts of a sample by what follows the first dot of their names. DamagedSampleError for a name that is no key, and for a
-        part that cannot be read."""
+        """The parts of a sample by what follows the first dot of their names.
+
+        DamagedSampleError for a name that is no key, for a part that cannot be read, and if the parts are too many or too large.
+        """
         self._check_key(index)
-        files = range(self._firsts[index], self._firsts[index + 1])
+        files = self._files(index)
+        if (num_bytes := self._num_bytes(files)) > _MOST_BYTES:
+            raise DamagedSampleError(
+                f"{self.where(index)}: a sample with {num_bytes} bytes; expected {_MOST_BYTES} at most"
+            )
         found = {
             _part_of(self._name(file)).decode(errors="backslashreplace"): self._content(index, file) for file in files
         }
         if len(found) < len(files):
             raise DamagedSampleError(f"{self.where(index)}: two of its parts have one name")
         return found
+
+    def _files(self, index: int) -> range:
+        """The files of a sample. DamagedSampleError if they are too many."""
+        files = range(self._firsts[index], self._firsts[index + 1])
+        if len(files) > _MOST_PARTS:
+            raise DamagedSampleError(
+                f"{self.where(index)}: a sample with {len(files)} parts; expected {_MOST_PARTS} at most"
+            )
+        return files
 
     def _check_key(self, index: int) -> None:
         """DamagedSampleError for a name that would leave a folder if somebody unpacked the file: it is no key of an honest sample."""
@@ -157,17 +176,23 @@ class TarCut:
         check_length(self._ends[file] - self._begins[file], self.where(index))
         return self._content(index, file)
 
+    def _odd(self, file: int) -> Extents | str | None:
+        """What `Entries.odd` says of a file."""
+        odd = self._reader.entries.odd
+        return odd.get(int(self._headers[file])) if odd else None
+
+    def _num_bytes(self, files: range) -> int:
+        """The bytes of files, with the holes of sparse ones."""
+        its = slice(files.start, files.stop)
+        packed = sum(self._ends[its]) - sum(self._begins[its])
+        sparse = map(self._odd, files) if self._reader.entries.odd else ()
+        return packed + sum(each.size for each in sparse if isinstance(each, Extents))
+
     def _content(self, index: int, file: int) -> bytes:
         """The bytes of a file of a sample. DamagedSampleError for a link that leads nowhere, and a sparse file that is too large."""
-        odd = self._reader.entries.odd
-        its = odd.get(int(self._headers[file])) if odd else None
+        its = self._odd(file)
         if its is None:
-            begin, end = self._begins[file], self._ends[file]
-            if end - begin > _MOST_PART_BYTES:
-                raise DamagedSampleError(
-                    f"{self.where(index)}: a part with {end - begin} bytes; expected {_MOST_PART_BYTES} at most"
-                )
-            return self._bytes[begin:end]
+            return self._bytes[self._begins[file] : self._ends[file]]
         if isinstance(its, str):
             raise DamagedSampleError(f"{self.where(index)}, {_shown(self._name(file))}: {its}")
         return its.read(self._bytes)
