@@ -48,8 +48,7 @@ class Follower:
                 self._offset, self._tail = self._beginning(file.seek(0, 2)), b""
             file.seek(self._offset)
             block = file.read(BLOCK_BYTES)
-            has_more = len(block) == BLOCK_BYTES
-            if has_more and b"\n" not in block:
+            if len(block) == BLOCK_BYTES and b"\n" not in block:
                 block += file.read(MOST_LINE_BYTES - BLOCK_BYTES)
             text = block[: block.rfind(b"\n") + 1]
             if not text and len(block) == MOST_LINE_BYTES:
@@ -60,7 +59,7 @@ class Follower:
             if text:
                 self._offset += len(text)
                 self._tail = text[-_TAIL_BYTES:]
-            return News(decode(text, of_ranks=self._of_ranks).lines, is_anew, has_more)
+            return News(decode(text, of_ranks=self._of_ranks).lines, is_anew, bool(text) and len(block) >= BLOCK_BYTES)
 
     def _beginning(self, size: int) -> int:
         """Where to begin in a file of this size. The rest of a line there is no object, so `decode` leaves it out."""

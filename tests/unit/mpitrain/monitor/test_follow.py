@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.monitor.reading import follow
-from mpitrain.monitor.reading.follow import Follower
+from mpitrain.monitor.reading.follow import Follower, News
 
 
 def steps(follower: Follower) -> tuple[list[int], bool]:
@@ -83,3 +83,15 @@ def test_long_files_come_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if not news.has_more:
             break
     assert [step for step in found if step != 25] == [step for step in range(10, 40) if step != 25]
+
+
+def test_a_last_line_of_a_whole_block_is_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "BLOCK_BYTES", 64)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\0" * 1000)
+    follower = Follower(path, last_bytes=64)
+    assert follower.read() == News([], False, False)
+    with path.open("ab") as file:
+        file.write(b'\n{"step": 1}\n')
+    found = [follower.read() for _ in range(2)]
+    assert [line for news in found for line in news.lines] == [{"step": 1}] and not found[-1].has_more
