@@ -20,11 +20,11 @@ class Remark(NamedTuple):
 
 def say_remark(remark: Remark) -> None:
     """Print a remark. A rank calls this, also for programs that it has started: what is printed once stays known until it ends."""
-    if not remark.once or _is_first(remark.once):
+    if not remark.once or is_first(remark.once):
         print(f"data: {shown(without_secrets(remark.text))}", file=sys.stderr, flush=True)
 
 
-def _is_first(name: str) -> bool:
+def is_first(name: str) -> bool:
     """Whether no process of this node has asked with this name. Only Linux has sockets with a name and no file; elsewhere True."""
     if name in _held:
         return False

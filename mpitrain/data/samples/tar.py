@@ -12,6 +12,7 @@ from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedSampleError, kind_of
 from mpitrain.data.documents.reading import MappedFile
 from mpitrain.data.documents.tar import Place, TarReader
+from mpitrain.data.remarks import is_first
 from mpitrain.data.shards import list_shards
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class TarSamples(Generic[T]):
             raise ValueError(f"TarSamples: expected tar files, got {without_secrets(other[0])}")
         its = self._shards
         self._cache = ShardCache(cache, limit_bytes=cache_bytes, checksums=its.checksums, versions=its.versions)
+        self._tells = _tells()
         self._files: dict[int, MappedFile] = {}
         self._found: _Index | None = None
 
@@ -98,7 +100,7 @@ class TarSamples(Generic[T]):
                 begins.append(reader.begins)
                 links.append(reader.entries.links)
                 remarks += [reader.remark] * bool(reader.remark)
-            if remarks and _tells():
+            if remarks and self._tells and is_first(self._shards.token):
                 number = f" (the first of {len(remarks)} tar files of which there is something to tell)"
                 warnings.warn(remarks[0] + number * (len(remarks) > 1), stacklevel=3)
             self._found = _Index(np.cumsum([len(each) for each in begins]), np.concatenate(begins), links)
@@ -114,7 +116,8 @@ class TarSamples(Generic[T]):
 
 
 def _tells() -> bool:
-    """Whether this process is the one that warns: all ranks and their workers see the same files."""
+    """Whether the datasets that this process makes warn: all ranks see the same files. Copies in workers are for `is_first`: workers
+    have no variables of the launcher, and may read the files before this process does."""
     from torch.utils.data import get_worker_info
 
     worker = get_worker_info()

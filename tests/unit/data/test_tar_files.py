@@ -395,15 +395,20 @@ def test_one_warning_of_all_shards_without_their_secrets(tmp_path: Path, monkeyp
     def samples(*names: str) -> TarSamples[dict[str, Any]]:
         return TarSamples(names, dict, cache=str(tmp_path / "cache"))
 
+    ours = samples(*names)
+    of_workers = [pickle.loads(pickle.dumps(ours)) for _ in range(2)]  # they read the files themselves
     with pytest.warns(UserWarning, match="^memory:.*/told/0.tar.key=.*: 1 of its entries is left out") as warned:
-        assert len(samples(*names)) == 3
+        assert [len(each) for each in (of_workers[0], ours, of_workers[1])] == [3, 3, 3]
     (warning,) = warned
     assert "0.tar?key=***: 1 of" in str(warning.message)
     assert str(warning.message).endswith(" (the first of 3 tar files of which there is something to tell)")
     assert warning.filename == __file__
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    assert len(samples(*names)) == 3
+    of_other_rank = samples(*names)
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")  # as in its workers
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE")
+    assert len(of_other_rank) == len(pickle.loads(pickle.dumps(of_other_rank))) == 3
     memory.pipe("/told/a.jsonl?key=S3CRET", b"{}")
     for end, data in ((".tar", b"no tar file" * 100), (".tar.gz", b"no gzip")):
         memory.pipe(f"/told/4{end}?key=S3CRET", data)
