@@ -37,7 +37,8 @@ class Output:
         self._ranks = LinesFile(folder / "ranks.jsonl", steps_done=steps_done)
         self.num_cut = self._figures.num_cut
         """The number of steps that are done again."""
-        about = About(folder, steps_done, flat(public(config)), config.log.project)
+        shown = public(config)
+        about = About(folder, steps_done, flat(shown), shown.log.project)
         names = [*config.log.sinks, *(type(sink).__name__ for sink in Added.sinks)]
         self._sinks = list(zip(names, [*make_sinks(config.log.sinks), *Added.sinks], strict=True))
         self._sinks = [(name, sink) for name, sink in self._sinks if name not in Added.failed]

@@ -1,11 +1,27 @@
-"""A program that trains twice with secrets in its settings, and reads the run: python run_with_secrets.py FOLDER ADDRESS SECOND."""
+"""A program that trains with secrets in its settings, its environment and an error of the user's code, and reads the run:
+python run_with_secrets.py FOLDER ADDRESS."""
 
+import os
 import sys
 from pathlib import Path
 
 from mpitrain.cli import main
 
-SECRETS = [f"S3CRET{number:02}" for number in range(1, 13)]
+SECRETS = [f"S3CRET{number:02}" for number in range(1, 21)]
+OF_ENVIRONMENT = {"AWS_SECRET_ACCESS_KEY": SECRETS[17], "HF_TOKEN": f"hf_{SECRETS[18]}abcdefghijklmnopqrstuvwxyz"}
+
+HOOKS = """
+import mpitrain, os, signal
+class Failing(mpitrain.Callback):
+    def step(self, moment):
+        if moment.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        if moment.step == 3:
+            password = "{0}"
+            variables = dict(list(os.environ.items())[-9:])
+            raise OSError(f"cannot reach https://u:{{password}}@h/a, {{variables}}, {{dict(Authorization='Bearer {0}')}}")
+mpitrain.log(callback=Failing())
+"""
 
 
 def settings(folder: Path, address: str, *, steps: int, signature: str) -> list[str]:
@@ -13,6 +29,7 @@ def settings(folder: Path, address: str, *, steps: int, signature: str) -> list[
     s = dict(enumerate(SECRETS, 1))
     host = address.partition("://")[2]
     config = folder / f"settings-{steps}.toml"
+    (folder / "hooks.py").write_text(HOOKS.format(s[20]))
     config.write_text(
         f'[log]\non_event = ": https://hooks.example/{s[1]}"\n'
         f'[[data.sources]]\nname = "a"\npath = ["http://{s[2]}:{s[3]}@{host}/a.jsonl"]\n'
@@ -24,18 +41,35 @@ def settings(folder: Path, address: str, *, steps: int, signature: str) -> list[
         "--config", str(config), "--run", str(folder / "run"), "--train.steps", str(steps), "--train.batch", "2",
         *("--model.vocab", "256", "--model.context", "32", "--model.width", "32", "--model.layers", "1", "--model.heads", "1"),
         *("--train.eval_batches", "1", "--train.sample_bytes", "1", "--data.processes", "0", "--data.cache", str(folder / "cache")),
-        *("--checkpoint.copies", f"memory://{s[8]}:{s[9]}@copies/run", "--log.sinks", "csv", "tensorboard"),
-        *("--train.sample_prompt", f"see https://x.example/?token={s[10]}", "--log.project", f"https://{s[11]}@w.example/p"),
+        *("--checkpoint.copies", f"memory://{s[8]}:{s[9]}@copies/run", f"memory://u:in {s[13]} words@copies/b"),
+        *("--log.sinks", "csv", "tensorboard", *["wandb"][: steps - 2], "--log.modules", str(folder / "hooks.py")),
+        *("--log.project", f"of hf_{s[14]}{'x' * 20}"),
+        "--train.sample_prompt", f"see https://x.example/?token={s[10]} https://{s[11]}@w.example/p Authorization: Basic {s[15]}, "
+        f"AWS_SESSION_TOKEN={s[16]} {{'password': '{s[17]}'}} https%3A%2F%2Fu%3A{s[17]}%40h",
     ]  # fmt: skip
 
 
 if __name__ == "__main__":
     folder, address = Path(sys.argv[1]), sys.argv[2]
+    os.environ |= {
+        **OF_ENVIRONMENT,
+        "WANDB_MODE": "offline",
+        "WANDB_CACHE_DIR": f"{folder}/w",
+        "WANDB_CONFIG_DIR": f"{folder}/w",
+    }
     assert main(settings(folder, address, steps=1, signature=SECRETS[11])) == 0
     print("SECOND LAUNCH", flush=True)
     assert main(settings(folder, address, steps=2, signature="another" + SECRETS[11])) == 0
+    print("FAILURE", flush=True)
+    try:
+        main(settings(folder, address, steps=3, signature=SECRETS[11]))
+    except OSError:
+        sys.excepthook(*sys.exc_info())
+    else:
+        raise AssertionError("hooks.py has not raised")
     print("COMMANDS", flush=True)
     run = str(folder / "run")
+    assert main(["trace", run]) in (0, 1)
     assert main(["report", run, "--out", str(folder / "report.html")]) == 0
     assert main(["watch", run, "--once"]) == 0
     assert main(["profile", run]) == 0
