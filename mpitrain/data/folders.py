@@ -188,18 +188,18 @@ def _texts(root: Path, files: list[TextFile], field: str, say: Callable[[str], o
     shards = [*left_out, *lines]
     if not shards:
         return texts
-    first = min(shards)
-    pattern = shown(f"{root}/{'**/' * ('/' in first.name)}*{_ending(first.name)}")
     if sum(shard.size for shard in shards) > text_bytes:
         raise ValueError(
             f"data.path: {root} is a folder of documents in shards, {len(shards)} of {len(files)} files, the first one "
-            f"{shown(first.name)}; name them by a pattern in quotes, such as '{pattern}', or the endings of texts by --data.suffixes"
+            f"{shown(min(shards).name)}; name them by a pattern in quotes, such as '{_pattern(root, min(shards))}', or the endings of "
+            "texts by --data.suffixes"
         )
-    if left_out:
-        say(
-            f"{root} has {_number(left_out, 'shard')} of documents, left out, the first one {shown(left_out[0].name)}; a pattern in "
-            f"quotes, such as '{pattern}', reads shards"
-        )
+    for some, kind, what in ((left_out, "shard", "documents, left out"), (lines, "file", "JSON Lines, read as text")):
+        if some:
+            say(
+                f"{root} has {_number(some, kind)} of {what}, the first one {shown(min(some).name)}; a pattern in quotes, such as "
+                f"'{_pattern(root, min(some))}', reads shards"
+            )
     return texts
 
 
@@ -209,6 +209,11 @@ def json_remark(files: list[Path]) -> str:
         f"{_number(files, 'file')} of text begin{'s' * (len(files) == 1)} with JSON, the first one {shown(str(files[0]))}; a pattern "
         "in quotes that ends in .jsonl or .json reads JSON Lines as documents"
     )
+
+
+def _pattern(root: Path, shard: TextFile) -> str:
+    """A pattern for the shards of a folder that have the ending of this one."""
+    return shown(f"{root}/{'**/' * ('/' in shard.name)}*{_ending(shard.name)}")
 
 
 def _ending(name: str) -> str:

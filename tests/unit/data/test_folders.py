@@ -116,9 +116,12 @@ def test_shards_in_a_folder(folder: Path) -> None:
     (folder / "d.jsonl").write_text('{"text": "d"}\n' * 3)
     (folder / "package.json").write_text('{\n  "name": "p"\n}\n')
     listing = scanned(folder)
-    (left_out,) = listing.remarks
+    left_out, as_text = listing.remarks
     assert f"{folder} has 1 shard of documents, left out, the first one inner/c.jsonl.gz" in left_out
-    assert text_of(listing).count(b"\0") == 5
+    assert f"'{folder}/**/*.jsonl.gz'" in left_out
+    assert f"{folder} has 1 file of JSON Lines, read as text, the first one d.jsonl" in as_text
+    assert f"'{folder}/*.jsonl'" in as_text
+    assert text_of(listing).count(b"\0") == 5 and b'{"text": "d"}' in text_of(listing)
     (folder / "d.jsonl").write_text('{"text": "d"}\n' * 500)
     with pytest.raises(
         ValueError,
