@@ -194,10 +194,10 @@ def _texts(root: Path, files: list[TextFile], field: str, say: Callable[[str], o
             f"{shown(min(shards).name)}; name them by a pattern in quotes, such as '{_pattern(root, min(shards))}', or the endings of "
             "texts by --data.suffixes"
         )
-    for some, kind, what in ((left_out, "shard", "documents, left out"), (lines, "file", "JSON Lines, read as text")):
+    for some, one, what in ((left_out, "shard", "documents, left out"), (lines, "file", "JSON Lines, read as text")):
         if some:
             say(
-                f"{root} has {_number(some, kind)} of {what}, the first one {shown(min(some).name)}; a pattern in quotes, such as "
+                f"{root} has {_number(some, one)} of {what}, the first one {shown(min(some).name)}; a pattern in quotes, such as "
                 f"'{_pattern(root, min(some))}', reads shards"
             )
     return texts

@@ -106,12 +106,12 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
         raise ValueError("data: expected the names of shards, got none")
     if empty := [path for path, its in found.items() if not its.size]:
         raise ValueError(f"data: {without_secrets(empty[0])} is empty; expected documents")
-    names = dict(zip(found, shard_names(list(found), [its.size for its in found.values()]), strict=True))
-    paths = sorted(found, key=lambda path: names[path])
+    name_of = dict(zip(found, shard_names(list(found), [its.size for its in found.values()]), strict=True))
+    paths = sorted(found, key=lambda path: name_of[path])
     sizes = np.array([found[path].size for path in paths], np.int64)
     versions = {path: found[path].version for path in paths if found[path].version}
-    folder, its_names = in_their_folder([names[path] for path in paths])
-    return ShardList(folder, its_names, tuple(paths), sizes, checksums, versions, secrets.token_hex(8))
+    folder, shown = in_their_folder([name_of[path] for path in paths])
+    return ShardList(folder, shown, tuple(paths), sizes, checksums, versions, secrets.token_hex(8))
 
 
 def expanded(pattern: str) -> Iterator[str]:

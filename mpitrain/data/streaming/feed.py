@@ -69,7 +69,7 @@ class Feed:
     def is_as_before(self, chunk: int) -> bool:
         """Whether readers of version 1 gave the same documents of a chunk. Errors: see `documents`."""
         _, shard, begin = self.sequence[chunk]
-        return self._open.cut(shard, begin, begin + self.sequence.chunk_bytes, says=False).is_as_before()
+        return self._open.cut(shard, begin, begin + self.sequence.chunk_bytes).is_as_before()
 
     def shard_of(self, chunk: int) -> tuple[str, int]:
         """The path or URL of a chunk's shard, and its size in bytes."""
