@@ -76,6 +76,12 @@ def _check(path: str | os.PathLike[str], found: os.stat_result, most_bytes: int 
         )
 
 
+def read_regular(path: str | os.PathLike[str], most_bytes: int, *, links: bool = False) -> bytes:
+    """The bytes of a regular file. OSError: see `open_regular`."""
+    with open(open_regular(path, links=links, most_bytes=most_bytes), "rb") as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
 def open_new(path: str | os.PathLike[str], mode: int = 0o666) -> int:
     """A descriptor of a new file, to read and write. FileExistsError if there is anything, also a link to nothing. OSError."""
     return os.open(path, _NEW, mode)

@@ -16,6 +16,8 @@ from ckpt.storage.places import local_path
 from ckpt.storage.progress import Progress, no_progress
 from collectives.arrays.dtypes import DTYPES
 
+_MAX_REPEATS, _MORE_BYTES = 8, 1 << 30  # tensors that share a storage, or are expanded, have more bytes than their file
+
 
 def import_file(
     file: str | os.PathLike[str],
@@ -42,7 +44,8 @@ def import_file(
         overwrite: replace a checkpoint of that name; other folders are never replaced.
         progress: a function that gets the number of bytes read, from the file or back from the checkpoint, since its last call.
 
-    Expanded tensors of torch, which repeat their elements, are written in full.
+    Expanded tensors of torch, which repeat their elements, and tensors that share a storage, are written in full: up to eight times the
+    bytes of the file and 1 GiB.
 
     The new files are read back and compared with their checksums before the checkpoint exists. Raises ValueError if the file is
     damaged, of another format, has no tensors, or has values that a checkpoint cannot store; FileExistsError; OSError.
@@ -64,7 +67,9 @@ def _from_torch(file: Path, only: str | Sequence[str] | None, prefix: str) -> tu
     _check_lengths(file, tensors)
     buffer = PieceBuffer()
     names = sorted(matching(list(tensors), only))
-    return [torch_file.source_of(tensors[name], prefix + name, buffer) for name in names], others
+    sources = [torch_file.source_of(tensors[name], prefix + name, buffer) for name in names]
+    _check_repeats(file, sources)
+    return sources, others
 
 
 def _from_safetensors(path: Path, only: str | Sequence[str] | None, prefix: str, opened: ExitStack) -> list[Source]:
@@ -92,6 +97,16 @@ def _from_safetensors(path: Path, only: str | Sequence[str] | None, prefix: str,
             opened.callback(files[file].close)
         sources.append(from_file(files[file], place.position, file, prefix + name, dtype, place.shape, buffer))
     return sources
+
+
+def _check_repeats(file: Path, sources: Sequence[Source]) -> None:
+    """ValueError for tensors that repeat the bytes of the file again and again."""
+    nbytes, of_file = sum(source.nbytes for source in sources), file.stat().st_size
+    if nbytes > (most := _MAX_REPEATS * of_file + _MORE_BYTES):
+        raise ValueError(
+            f"{file} has {of_file:,} bytes, and its tensors share or repeat them to {nbytes:,}; expected at most {most:,}: choose some "
+            "of them by only="
+        )
 
 
 def _check_lengths(file: str | os.PathLike[str], names: Iterable[str]) -> None:

@@ -119,9 +119,15 @@ def from_checkpoint(reader: Reader, tensor: Tensor, name: str, buffer: PieceBuff
     return replace(source, axes=tensor.axes)
 
 
-def from_array(array: np.ndarray, name: str, dtype: str, buffer: PieceBuffer) -> Source:
-    """A source for an array in memory or mapped from a file, with any strides."""
-    return _of_boxes(name, dtype, array.shape, buffer, lambda out, box: np.copyto(out, array[box.slices]))
+def from_array(
+    array: np.ndarray,
+    name: str,
+    dtype: str,
+    buffer: PieceBuffer,
+    change: Callable[[np.ndarray], np.ndarray] = lambda piece: piece,
+) -> Source:
+    """A source for an array in memory or mapped from a file, with any strides. `change`: makes the elements of what is there."""
+    return _of_boxes(name, dtype, array.shape, buffer, lambda out, box: np.copyto(out, change(array[box.slices])))
 
 
 def from_file(

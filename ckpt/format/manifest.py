@@ -45,6 +45,7 @@ MAX_LINE_VALUES = 1 << 19
 MAX_NAME = 1024
 # Python's stack of 1000 calls, some of them used by the caller, limits the depth of JSON that it can read.
 MAX_META_DEPTH = 400
+_MAX_GROUPS, _MORE_GROUPS = 4, 1 << 14  # for each tensor, and more
 _NO_NAMES = {"", ".", ".."}
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
@@ -325,9 +326,15 @@ def _matcher(patterns: Collection[str]) -> Callable[[str], object]:
 
 
 def nesting_error(names: Iterable[str]) -> str | None:
-    """A message if one of `names` is both a tensor and a group of tensors, or None."""
+    """A message if one of `names` is both a tensor and a group of tensors, or if they are in very many groups, or None.
+
+    A few letters of a name can make a hundred groups, each of which needs a kilobyte in HDF5.
+    """
     names = names if isinstance(names, Collection) else list(names)
-    if _are_apart(names):
+    most = _MAX_GROUPS * len(names) + _MORE_GROUPS
+    if (groups := _groups_of(names, most)) is None:
+        return f"the names are in more than {most} groups; expected fewer '/' in them"
+    if groups.isdisjoint(names):
         return None
     # Sorted by their parts, the members of a group follow it directly.
     for name, following in pairwise(sorted(names, key=lambda name: name.replace("/", "\0"))):
@@ -336,11 +343,11 @@ def nesting_error(names: Iterable[str]) -> str | None:
     return None
 
 
-def _are_apart(names: Collection[str]) -> bool:
-    """Whether no name is a group of others: a quick check, which gives up on names in very many groups."""
+def _groups_of(names: Collection[str], most: int) -> set[str] | None:
+    """The groups that the names are in. None if there are more than `most`."""
     groups: set[str] = set()
     above = {name.rpartition("/")[0] for name in names}
-    while above and len(groups) <= 2 * len(names):
+    while above and len(groups) <= most:
         groups |= above
         above = {group.rpartition("/")[0] for group in above} - groups
-    return not above and groups.isdisjoint(names)
+    return groups if len(groups) <= most else None

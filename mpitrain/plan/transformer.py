@@ -2,11 +2,17 @@
 
 import difflib
 import json
+import reprlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from collectives.files import read_regular
+from collectives.texts import shown
 from mpitrain.models.sizes import RMS_EPS, SIZES, LlamaConfig, TransformerConfig, resolve
+
+_MOST_BYTES = 16 << 20  # of a config.json
+_MOST, _MOST_LAYERS = 1 << 31, 256  # of its numbers
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,9 @@ def _refused(config: dict[str, Any]) -> str:
 def from_config(path: Path) -> Transformer:
     """A model of a transformers `config.json`. ValueError for a file without the numbers of a decoder-only transformer."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_regular(path, _MOST_BYTES, links=True))
+    except RecursionError:
+        raise ValueError(f"model file {path}: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"model file {path}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(config, dict):
@@ -189,15 +197,19 @@ def from_config(path: Path) -> Transformer:
         )
     config = config.get("text_config") or config  # of a model of several modalities
     if not isinstance(config, dict):
-        raise ValueError(f"model file {path}: text_config: expected the settings of a model, got {config!r}")
+        raise ValueError(
+            f"model file {path}: text_config: expected the settings of a model, got {reprlib.repr(config)}"
+        )
     if refused := _refused(config):
         raise ValueError(f"model file {path}: {refused}")
 
-    def number(*names: str, default: int | None = None) -> int:
+    def number(*names: str, default: int | None = None, most: int = _MOST) -> int:
         for name in names:
             if (value := config.get(name)) is not None:
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise ValueError(f"model file {path}: {name}: expected a whole number of at least 1, got {value!r}")
+                if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                    raise ValueError(
+                        f"model file {path}: {name}: expected a whole number from 1 to {most}, got {reprlib.repr(value)}"
+                    )
                 return value
         if default is None:
             raise ValueError(f"model file {path}: {' or '.join(names)} is missing")
@@ -219,8 +231,8 @@ def from_config(path: Path) -> Transformer:
             f"model file {path}: num_experts_per_tok: expected at most {experts} experts, got {experts_per_token}"
         )
     made = Transformer(
-        name=str(config.get("_name_or_path") or path.resolve().parent.name or kind),
-        layers=number("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        name=shown(str(config.get("_name_or_path") or path.resolve().parent.name or kind)[:200]),
+        layers=number("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=_MOST_LAYERS),
         width=width,
         heads=heads,
         vocab=number("vocab_size"),

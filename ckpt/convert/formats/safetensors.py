@@ -9,7 +9,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,7 +40,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_NAME_BYTES = 255  # of a file
 _MAX_FILES = 1 << 14
-_MAX_VALUES = 1 << 21  # of JSON, for 190,000 tensors in a file; each needs up to 100 bytes
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+_MAX_HEADER_VALUES = 1 << 20  # for 95,000 tensors in a file
+_MAX_VALUES = 1 << 21  # of an index, for a million tensors
 
 
 class FileTensor(NamedTuple):
@@ -71,13 +74,27 @@ def opened(file: str, framework: str) -> safe_open:
         raise ValueError(f"{file} is a folder; expected a safetensors file")
     if not os.path.exists(file):
         raise FileNotFoundError(f"{file} does not exist")
-    os.close(open_given(file))  # the library would wait for a pipe
+    _check_header(file)
     try:
         return safe_open(file, framework=framework)
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged, or no safetensors file: {in_a_line(error)}") from None
     except OSError as error:
         raise OSError(f"{file} cannot be read: {in_a_line(error)}") from None
+
+
+def _check_header(file: str) -> None:
+    """ValueError for what the library would wait for, or spend very much memory on."""
+    with open(open_given(file), "rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        if length <= _MAX_HEADER_BYTES and (problem := _values_error(content.read(length), _MAX_HEADER_VALUES)):
+            raise ValueError(f"{file} is damaged: its header has {problem}")
+
+
+def _values_error(text: bytes, most: int) -> str | None:
+    """What is wrong with the number of values in a JSON text, or None. Each needs up to 100 bytes of memory."""
+    num = sum(map(text.count, (b"[", b"{", b",", b":")))
+    return f"{num} values; expected at most {most}" if num > most else None
 
 
 def places(file: str) -> dict[str, StoredTensor]:
@@ -127,7 +144,20 @@ def _indexed(index: Path) -> list[tuple[str, set[str] | None]]:
         raise FileNotFoundError(f"{index} does not exist") from None
     except ValueError as error:
         raise ValueError(f"{index} is damaged, or no index of weights: {error}") from None
+    _check_distinct([index.parent / file for file in files])
     return [(str(index.parent / file), names) for file, names in sorted(files.items())]
+
+
+def _check_distinct(files: Iterable[Path]) -> None:
+    """ValueError if two names lead to one file, which could stand for any number of files. Missing files are left to who opens them."""
+    seen: dict[tuple[int, int], Path] = {}
+    for file in files:
+        with suppress(OSError):
+            its = os.stat(file)
+            if (other := seen.setdefault((its.st_dev, its.st_ino), file)) != file:
+                raise ValueError(
+                    f"{file} is the same file as {other}; expected tensors of one file under one name in the index"
+                )
 
 
 def _is_beside(file: str) -> bool:
@@ -148,8 +178,8 @@ def _parsed(text: bytes) -> Any:
             raise ValueError(f"the name {twice!r:.200} comes twice; expected names that are different")
         return found
 
-    if (num := sum(map(text.count, (b"[", b"{", b",", b":")))) > _MAX_VALUES:
-        raise ValueError(f"it has {num} values; expected at most {_MAX_VALUES}")
+    if problem := _values_error(text, _MAX_VALUES):
+        raise ValueError(f"it has {problem}")
     try:
         return json.loads(text, object_pairs_hook=distinct)
     except RecursionError:

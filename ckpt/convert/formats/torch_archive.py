@@ -21,6 +21,8 @@ _MAX_OPERATIONS = 2_000_000  # for 60,000 tensors; a second for each million
 _MAX_NAME = 500
 _LONG = 1000  # texts below count as one item
 _MAX_COPIED = 1 << 24  # items of lists and dicts that calls copy, all together
+_OF_HASHED = 1 << 10
+"""Items for which one counts whose hash a file can choose: 16,000 of one hash take seconds, and 32,000 four times that."""
 
 _TAIL = struct.Struct("<4s4H2LH")  # the end of a zip file
 _LOCATOR, _TAIL_64 = struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")  # before it, if numbers do not fit it
@@ -34,6 +36,7 @@ _CALLS = {
     *("collections.OrderedDict", "collections.Counter", "__builtin__.set", "builtins.set", "builtins.complex"),
     *("__builtin__.complex", "_codecs.encode"),
 }
+_HASHING = {"collections.OrderedDict", "collections.Counter", "__builtin__.set", "builtins.set"}
 """What a pickle may call. None makes more than it is given. torch itself refuses what is neither here nor in torch."""
 
 
@@ -116,13 +119,13 @@ def _directory(file: IO[bytes], size: int) -> tuple[int, int]:
 class _Value:
     """What following a pickle knows of a value: the name of a function or class, and the items that a copy of it has, or a hash reads.
 
-    `first`: of a tuple, the name of its first item.
+    `first`: of a tuple, the name of its first item. `is_plain`: a text, or a number of few bits; these have different hashes.
     """
 
-    __slots__ = ("first", "items", "name")
+    __slots__ = ("first", "is_plain", "items", "name")
 
-    def __init__(self, name: str = "", items: int = 0, first: str = "") -> None:
-        self.name, self.items, self.first = name, items, first
+    def __init__(self, name: str = "", items: int = 0, first: str = "", is_plain: bool = False) -> None:
+        self.name, self.items, self.first, self.is_plain = name, items, first, is_plain
 
 
 def _tuple_of(values: Sequence[_Value]) -> _Value:
@@ -133,7 +136,14 @@ def _items(values: Sequence[_Value]) -> int:
     return min(len(values) + sum(value.items for value in values), _MAX_COPIED + 1)
 
 
-_PLAIN = _Value()
+def _hashed(keys: Sequence[_Value]) -> int:
+    """The items for which these keys of a dict count."""
+    return min(sum(key.items + (1 if key.is_plain else _OF_HASHED) for key in keys), _MAX_COPIED + 1)
+
+
+_PLAIN = _Value(is_plain=True)
+_BIG = _Value()
+_LONGEST_PLAIN = 1 << 60
 _PUSHES = {
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1"),
     *("BINUNICODE", "SHORT_BINSTRING"),
@@ -153,8 +163,10 @@ def _follow(data: bytes) -> None:
         if number >= _MAX_OPERATIONS:
             raise ValueError(f"its pickle has more than {_MAX_OPERATIONS} operations")
         if name in _PUSHES:
-            is_long = isinstance(argument, str | bytes) and len(argument) > _LONG
-            stack.append(_Value(items=len(argument)) if is_long else _PLAIN)
+            if isinstance(argument, str | bytes) and len(argument) > _LONG:
+                stack.append(_Value(items=len(argument), is_plain=True))
+            else:
+                stack.append(_BIG if isinstance(argument, int) and abs(argument) > _LONGEST_PLAIN else _PLAIN)
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
         elif name in ("BINPUT", "LONG_BINPUT"):
@@ -170,21 +182,21 @@ def _follow(data: bytes) -> None:
                 stack.append(_tuple_of(values))
             else:
                 stack[-1].items += _items(values)
-                copied += _items(values[::2]) if name == "SETITEMS" else 0
+                copied += _hashed(values[::2]) if name == "SETITEMS" else 0
         elif name in _TUPLES:
             values = [stack.pop() for _ in range(_TUPLES[name])]
             stack.append(_tuple_of(values[::-1]))
         elif name in ("APPEND", "SETITEM"):
             values = [stack.pop() for _ in range(1 if name == "APPEND" else 2)]
             stack[-1].items += _items(values)
-            copied += _items(values[1:])  # the key
+            copied += _hashed(values[1:])
         elif name == "GLOBAL":
             if len(argument) > _MAX_NAME:  # in which torch would search for minutes, for its message
                 raise ValueError(f"its pickle names a function or class by {len(argument)} characters")
             stack.append(_Value(argument.replace(" ", ".")))
         elif name in ("REDUCE", "NEWOBJ", "BUILD"):
             given, target = stack.pop(), stack.pop()
-            copied += given.items
+            copied += given.items * (_OF_HASHED if target.name in _HASHING or given.first in _HASHING else 1)
             if name != "BUILD":
                 _check_call(target.name, name)
             if target.name == _BY_TYPE:
@@ -195,7 +207,7 @@ def _follow(data: bytes) -> None:
         elif name not in ("PROTO", "STOP"):
             raise ValueError(f"its pickle has the operation {name}, which torch.save does not write")
         if copied > _MAX_COPIED:
-            raise ValueError(f"its pickle copies more than {_MAX_COPIED} items of lists and dicts that it shares")
+            raise ValueError(f"its pickle copies or hashes more than {_MAX_COPIED} items of lists and dicts")
 
 
 def _check_call(name: str, operation: str) -> None:

@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile, ZipInfo
 
+import numpy as np
+
 from ckpt.convert.formats import torch_archive
 from ckpt.convert.sources import PieceBuffer, Source, from_array
 from ckpt.format.manifest import shape_error
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _HEADER_BYTES, _ENTRY_BYTES = 30, 46  # fixed parts of a zip file's record and of its entry in the directory
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _DESCRIPTOR = b"PK\x07\x08"
+_MAX_TENSORS = 1 << 16
 _MAX_VALUES, _MAX_CHARACTERS, _MAX_DEPTH = 1 << 20, 64 << 20, 900
 
 
@@ -116,6 +119,8 @@ def read(path: Path) -> tuple[dict[str, "torch.Tensor"], dict[str, Any]]:
         places[name] = place
         if torch.is_tensor(leaf):
             tensors[name] = leaf
+            if len(tensors) > _MAX_TENSORS:
+                raise ValueError(f"{path} holds more than {_MAX_TENSORS} tensors, which may all be one")
         elif leaf is None or isinstance(leaf, str | int | float):
             others[name] = leaf
         else:
@@ -149,6 +154,8 @@ def _leaves(content: Any, path: Path) -> Iterator[tuple[str, _Place, Any]]:
             stack.pop()
             continue
         key, value = pair
+        if not (key is None or isinstance(key, str | int | float | tuple)):
+            raise ValueError(f"{path}: a key is a {type(key).__name__}; expected texts and numbers")
         name = f"{before}/{key}" if before else str(key)
         place = (key, above) if depth else ()
         num, num_characters = num + 1, num_characters + len(name) + (len(value) if isinstance(value, str) else 0)
@@ -187,10 +194,18 @@ def source_of(tensor: "torch.Tensor", name: str, buffer: PieceBuffer) -> Source:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         raise ValueError(f"{name!r} is a {tensor.layout} tensor on {tensor.device}; expected a dense one")
     _check_extent(tensor, name)
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    # torch would conjugate and negate the whole of it in memory.
+    plain, is_conj, is_neg = tensor.detach(), tensor.is_conj(), tensor.is_neg()
+    plain = plain.conj() if is_conj else plain
+    plain = torch._neg_view(plain) if is_neg else plain
+
+    def change(piece: np.ndarray) -> np.ndarray:
+        piece = piece.conj() if is_conj else piece
+        return np.negative(piece) if is_neg else piece
+
     if row.numpy.isbuiltin != 1:  # bf16 and float8: torch can only give them to NumPy as integers
         plain = plain.view({1: torch.uint8, 2: torch.int16}[row.itemsize])
-    return from_array(plain.numpy().view(row.numpy), name, row.name, buffer)
+    return from_array(plain.numpy().view(row.numpy), name, row.name, buffer, change)
 
 
 def _check_extent(tensor: "torch.Tensor", name: str) -> None:

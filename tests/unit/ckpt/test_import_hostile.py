@@ -72,6 +72,11 @@ def placed(size, stride):
     return archive(b"\x80\x02}X\x01\x00\x00\x00w" + call + b"s.", [("data/0", bytes(8))])
 
 
+def big(number):
+    """A key and a value. All such keys have the hash 0."""
+    return b"\x8a\x0a" + (number * ((1 << 61) - 1)).to_bytes(10, "little") + b"N"
+
+
 HUGE = b"\x8a\x05\x00\x00\x00\x00\x10\x85"  # (1 << 36,)
 MANY = b"](" + b"K\x01K\x02\x86" * 100_000 + b"e"  # a list of pairs
 DOUBLED = b"q\x00h\x00\x86"  # x becomes (x, x)
@@ -82,7 +87,7 @@ TORCH = {
     "empty lists in lists": (lambda: saved({"a": shared([]), **ONE_TENSOR}), "more values"),
     "tensors in lists": (lambda: saved(shared(torch.zeros(2))), "more values"),
     "dicts in dicts": (lambda: saved(shared(0, kind=lambda its: dict(enumerate(its)))), "more values"),
-    "tuples as a key": (lambda: archive(b"\x80\x02}K\x01" + DOUBLED * 100 + b"Ns."), "copies more than"),
+    "tuples as a key": (lambda: archive(b"\x80\x02}K\x01" + DOUBLED * 100 + b"Ns."), "copies or hashes more than"),
     "long texts": (lambda: saved({"a": ["x" * (1 << 20)] * 1000, **ONE_TENSOR}), "longer texts"),
     "depth": (lambda: archive(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."), "nested too deeply"),
     "an array of bytes": (
@@ -112,8 +117,27 @@ TORCH = {
     ),
     "copies of a list": (
         lambda: archive(b"\x80\x02]" + MANY + b"q\x00a" + b"ccollections\nOrderedDict\nh\x00\x85Ra" * 200 + b"."),
-        "copies more than",
+        "copies or hashes more than",
     ),
+    "keys of one hash": (
+        lambda: archive(b"\x80\x02}(" + b"".join(big(number) for number in range(8, 20_000)) + b"u."),
+        "copies or hashes more than",
+    ),
+    "tuples as keys": (lambda: saved({(number, 1): 0 for number in range(20_000)}), "copies or hashes more than"),
+    "a set of tuples": (
+        lambda: archive(calling(b"builtins\nset", b"](" + b"K\x01K\x02\x86" * 20_000 + b"e\x85")),
+        "copies or hashes more than",
+    ),
+    "a tensor as a key": (lambda: saved({torch.zeros(2): 1, **ONE_TENSOR}), "a key is a Tensor"),
+    "a tensor that repeats its elements": (
+        lambda: saved({"x": torch.ones(1).expand(1 << 40)}),
+        "share or repeat them to 4,398,046,511,104",
+    ),
+    "tensors that share a storage": (
+        lambda: saved({str(number): ONE_TENSOR["w"].expand(1 << 28, 2) for number in range(3)}),
+        "share or repeat them to 6,442,450,944",
+    ),
+    "many tensors": (lambda: saved({str(number): ONE_TENSOR["w"] for number in range(2000)}), "more than 1024 tensors"),
     "a compressed pickle": (
         lambda: archive(
             b"\x80\x02X" + (1 << 25).to_bytes(4, "little") + bytes(1 << 25) + b".", method=zipfile.ZIP_DEFLATED
@@ -149,6 +173,8 @@ def test_files_of_torch(tmp_path, monkeypatch, name):
     monkeypatch.setattr(torch_file, "_MAX_VALUES", 1 << 16)
     if name == "many operations":
         monkeypatch.setattr(torch_archive, "_MAX_OPERATIONS", 1 << 14)
+    if name == "many tensors":
+        monkeypatch.setattr(torch_file, "_MAX_TENSORS", 1 << 10)
     if name == "a directory of many":
         monkeypatch.setattr(torch_archive, "_MAX_DIRECTORY_BYTES", 1 << 18)
     (tmp_path / "x.pt").write_bytes(make())
@@ -252,6 +278,23 @@ FOLDERS = {
         header(b'{"__metadata__":{"a":"' + b"," * (3 << 20) + b'"}}'),
         "values; expected at most",
     ),
+    "a shape of many": (
+        ONE,
+        header(b'{"x":{"dtype":"U8","shape":[' + b"1," * 2_000_000 + b'1],"data_offsets":[0,1]}}', b"1"),
+        "values; expected at most",
+    ),
+    "many groups": (
+        ONE,
+        header(
+            json.dumps(
+                {
+                    "/".join([str(number), *"a" * 400]): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+                    for number in range(100)
+                }
+            ).encode()
+        ),
+        "the names are in more than 16784 groups",
+    ),
     "a deep header": (ONE, header(b"[" * 200_000), "is damaged, or no safetensors file"),
     "a name without end": (
         ONE,
@@ -303,3 +346,37 @@ def test_the_links_of_a_cache_of_models_are_followed(tmp_path):
         (tmp_path / "snapshot" / name).symlink_to(tmp_path / "blobs" / str(number))
     assert len(list((tmp_path / "snapshot").iterdir())) == 3
     assert value_of(ckpt.import_file(tmp_path / "snapshot", tmp_path / "out", only="x")) == 7
+
+
+def test_one_file_under_many_names_in_an_index(tmp_path):
+    content = json.dumps(
+        {f"t{number}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for number in range(3)}
+    ).encode()
+    header(content)(tmp_path / "0.safetensors")
+    (tmp_path / "1.safetensors").symlink_to("0.safetensors")
+    os.link(tmp_path / "0.safetensors", tmp_path / "2.safetensors")
+    for other in (1, 2):
+        index(b'{"t0": "0.safetensors", "t%d": "%d.safetensors"}' % (other, other))(tmp_path / INDEX)
+        message = refused(tmp_path, tmp_path / "out")
+        assert f"{other}.safetensors is the same file as {tmp_path}/0.safetensors" in message
+
+
+@reads_torch_files
+def test_conjugated_and_negated_views_take_no_memory(tmp_path):
+    its = torch.randn(300, 7, dtype=torch.complex64)
+    content = {
+        "conj": its.conj(),
+        "neg": its.clone().conj().imag,
+        "both": torch._neg_view(its.conj()),
+        "t": its.conj().T,
+        "plain": its,
+    }
+    torch.save(content, tmp_path / "x.pt")
+    checkpoint = ckpt.open(ckpt.import_file(tmp_path / "x.pt", tmp_path / "a"))
+    for name, value in content.items():
+        assert np.array_equal(checkpoint[name].read(), value.resolve_conj().resolve_neg().numpy())
+    its = torch.zeros(1 << 21, dtype=torch.complex64)
+    torch.save({str(number): its.view(2, -1).conj() for number in range(8)}, tmp_path / "x.pt")
+    before = forget_peak()
+    ckpt.import_file(tmp_path / "x.pt", tmp_path / "b")
+    assert peak_bytes() - before < 96 << 20  # 128 MiB at once

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -107,11 +108,11 @@ def test_config_json(tmp_path: Path) -> None:
     ("numbers", "message"),
     [
         ({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "vocab_size is missing"),
-        (LLAMA | {"hidden_size": "4096"}, "hidden_size: expected a whole number of at least 1, got '4096'"),
+        (LLAMA | {"hidden_size": "4096"}, "hidden_size: expected a whole number from 1 to 2147483648, got '4096'"),
         (LLAMA | {"is_encoder_decoder": True}, "expected a decoder-only model"),
         ([1], "expected the settings of a transformers model, got list"),
         ({"text_config": "llama"}, "text_config: expected the settings of a model, got 'llama'"),
-        (LLAMA | {"hidden_size": True}, "hidden_size: expected a whole number of at least 1, got True"),
+        (LLAMA | {"hidden_size": True}, "hidden_size: expected a whole number from 1 to 2147483648, got True"),
         (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads: expected a divisor of 32 heads, got 5"),
         (
             LLAMA | {"num_experts": 4, "num_experts_per_tok": 8},
@@ -441,3 +442,23 @@ def test_settings_of_pipelines_and_of_models_that_the_trainer_lacks() -> None:
     assert "# The trainer lacks this model, so there is no section [model]: add one before use." in text
     with pytest.raises(ValueError, match="the trainer lacks context and expert parallelism, which cp 2 needs"):
         to_toml(Plan(whole, Layout(context=2, batch=1), {}))
+
+
+def test_a_config_json_that_is_no_file_or_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"config\.json: it is a pipe; expected a regular file"):
+        find(str(path))
+    path.unlink()
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        find(str(path))
+    os.truncate(path, 1 << 30)
+    with pytest.raises(ValueError, match="expected at most 16,777,216"):
+        find(str(path))
+    for name, value in (("hidden_size", 10**400), ("num_hidden_layers", 10**6)):
+        path.write_text(json.dumps(LLAMA | {name: value}))
+        with pytest.raises(ValueError, match=f"{name}: expected a whole number from 1 to"):
+            find(str(path))
+    path.write_text(json.dumps(LLAMA | {"_name_or_path": "\x1b]0;x"}))
+    assert find(str(path)).name == "\\x1b]0;x"
