@@ -166,10 +166,12 @@ def _public(found: re.Match[str], parameters: "Callable[[str, str, str], str] | 
     rest, begin = found[0], found.start()
     further = _NEXT.finditer(rest, 4) if rest.find("://", 4) > 0 else ()
     places = [0, *(each.end() - 3 for each in further), len(rest)]
-    scheme, text = found.string[max(begin - _LONGEST_SCHEME, 0) : begin], ""
+    scheme, texts = found.string[max(begin - _LONGEST_SCHEME, 0) : begin], []
     for at, end in pairwise(places):
-        own, text = scheme, text + "://" + _without_user(scheme, rest[at + 3 : end])
+        own = scheme
+        texts.append("://" + _without_user(scheme, rest[at + 3 : end]))
         scheme = rest[max(end - _LONGEST_SCHEME, 0) : end]
+    text = "".join(texts)
     address = text if parameters else text.rstrip(_END)  # these are of the sentence, and not of the address
     pattern = _QUERY_OF_STORE if _STORES.search(own) else _QUERY
     parts = pattern.fullmatch(address)

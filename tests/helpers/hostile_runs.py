@@ -113,6 +113,17 @@ def _lines_of_trace(folder: Path, *lines: str) -> None:
         file.write(head + ",\n".join(lines) + "\n]}\n")
 
 
+def _bars(num: int, row: str, name: str, category: str) -> list[str]:
+    """Events of one rank."""
+    place = {"pid": 1, "tid": 1}
+    events = [
+        {"ph": "M", "name": "process_name", **place, "args": {"name": "x"}},
+        {"ph": "M", "name": "thread_name", **place, "args": {"name": row}},
+        *({"ph": "X", "name": name, "cat": category, **place, "ts": n * 1000, "dur": 1} for n in range(num)),
+    ]
+    return [json.dumps(event) for event in events]
+
+
 def _bomb(folder: Path) -> None:
     with gzip.open(trace_of(folder), "wb", compresslevel=9) as file:
         line = b'{"ph":"X","name":"forward x","pid":1000,"tid":0,"ts":1,"dur":1,"cat":"layer"},\n' * 20_000
@@ -229,5 +240,18 @@ HARMS: dict[str, Callable[[Path], None]] = {
         '{"parts": {"layers": {"blocks.[/x]": {"forward": [1.0]}}, "stages": [0], "num_steps": 1}, "memory": '
         '[{"layers": {}, "others": {}, "peak": 1, "moment": "[/x]"}]}',
     ),
+    "many settings": _text("config.toml", "".join(f"[a{number}]\nb = 1\n" for number in range(20_000))),
+    "an address in an address": _text("config.toml", f'[data]\npath = ["{"x://u:p@" * 12_000}"]\n'),
+    "many figures": _text("metrics.jsonl", json.dumps({"step": 1} | {f"a{number}": 1 for number in range(100_000)}) + "\n"),
+    "many short events": _text("events.jsonl", '{"event": "x", "step": 1}\n' * 100_000),
+    "many starts": _text(
+        "events.jsonl", "".join(json.dumps(BEGIN | {"environment": {f"k{n}": "v"}}) + "\n" for n in range(8_000))
+    ),
+    "many facts": _text("events.jsonl", json.dumps(BEGIN | {"environment": {f"k{n}": "v" for n in range(50_000)}}) + "\n"),
+    "many slow ranks": _text(
+        "events.jsonl", "".join(json.dumps(BEGIN | {"event": "straggler", "rank": n, "factor": 2.0}) + "\n" for n in range(8_000))
+    ),
+    "many bars": lambda folder: _lines_of_trace(folder, *_bars(30_000, "layers", "forward x", "layer")),
+    "many steps": lambda folder: _lines_of_trace(folder, *_bars(2_000, "steps", "s" * 100, "step")),
     "a command": _text("config.toml", '[log]\non_event = ": TOPSECRET"\n'),
 }  # fmt: skip

@@ -111,9 +111,13 @@ def changes_of_bits(then: Conditions, now: Conditions) -> list[Condition]:
     return [each for each in differing(*its) if each.effect in (Effect.VALUES, Effect.BITS)]
 
 
+_MOST_STARTS = 100
+"""The last starts and resumes, that are compared."""
+
+
 def of_run(run: RunRecord) -> Conditions:
     """Of a run: what the events of its starts and resumes tell, and the settings."""
-    starts = [_of_start(event.fields) for event in run.events if event.kind == "begin"]
+    starts = [_of_start(event.fields) for event in run.events if event.kind == "begin"][-_MOST_STARTS:]
     if not starts and run.num_ranks is not None:
         starts = [{"ranks": run.num_ranks}]
     hardware: dict[str, Any] = {}

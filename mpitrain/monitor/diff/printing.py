@@ -29,6 +29,10 @@ def reporter(*, quiet: bool) -> Console:
     return out
 
 
+_MOST_CONDITIONS = 300
+"""Rows of the table of settings; a run has half as many."""
+
+
 def say(out: Console, *lines: str) -> None:
     """Print lines as they are."""
     for line in lines:
@@ -41,9 +45,11 @@ def print_conditions(out: Console, conditions: Sequence[Condition]) -> None:
         say(out, "settings and hardware: no difference is known")
         return
     table = new_table("SETTING", "A", "B", "EFFECT")
-    for name, a, b, effect in conditions:
+    for name, a, b, effect in conditions[:_MOST_CONDITIONS]:
         table.add_row(Text(shown(name)), Text(_value(a)), Text(_value(b)), effect)
     out.print(table)
+    if len(conditions) > _MOST_CONDITIONS:
+        say(out, f"{len(conditions) - _MOST_CONDITIONS:,} more settings differ")
 
 
 def print_algorithms(out: Console, conditions: Sequence[Condition]) -> None:

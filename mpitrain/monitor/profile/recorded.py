@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from mpitrain.plan.machine import Machine
 from mpitrain.plan.measuring.memory import node_bytes
 
 _MOST_STEPS = 1000
+_MOST_SLOW = 20
+"""Ranks that are named."""
 _MOST_SEARCHED = {"ranks": 1 << 17, "train.batch": 1 << 20, "train.accumulate": 1 << 20, "blocks": 1 << 12}
 """Numbers for which layouts are searched."""
 _MOST_BYTES = 64 << 20
@@ -204,10 +207,14 @@ def _last_rows(record: RunRecord) -> _Rows:
     table = record.ranks if "forward_s" in record.ranks.columns else record.steps
     if not len(table) or "step_s" not in table.columns:
         raise ValueError(f"{record.folder}: expected the record of at least one step, got none")
-    first, fields, events = 0, dict[str, Any](), record.events
-    for at, event in enumerate(record.events):
-        if event.kind == "begin" and event.step is not None and event.step < table.step[-1]:
-            first, fields, events = event.step, dict(event.fields), record.events[at:]
+    last = table.step[-1]
+    begins = [
+        at
+        for at, event in enumerate(record.events)
+        if event.kind == "begin" and event.step is not None and event.step < last
+    ]
+    events = record.events[begins[-1] :] if begins else record.events
+    first, fields = (events[0].step or 0, dict(events[0].fields)) if begins else (0, dict[str, Any]())
     # The first steps after a start take longer.
     rows = np.flatnonzero(table.step > first + 3)[-_MOST_STEPS:]
     rows = rows if len(rows) else np.arange(len(table))[-1:]
@@ -263,8 +270,11 @@ def _stages(config: Config | None, num_ranks: int) -> list[int]:
 
 def _stragglers(events: Sequence[Event]) -> Iterator[str]:
     """The slow ranks that the run itself has found, each with its last words."""
-    last = {event.rank: event for event in events if event.kind == "straggler"}
-    for rank, event in sorted(last.items(), key=lambda item: item[0] or 0):
-        count = sum(each.kind == "straggler" and each.rank == rank for each in events)
+    found = [event for event in events if event.kind == "straggler"]
+    last, counts = {event.rank: event for event in found}, Counter(event.rank for event in found)
+    for rank, count in counts.most_common(_MOST_SLOW):
+        event = last[rank]
         words = str(event.fields.get("words") or f"rank {rank} was slow, cause: {event.fields.get('cause', 'unknown')}")
         yield f"Slow rank {rank}, found {plural(count, 'time')}, last at step {event.step}: {words}"
+    if len(counts) > _MOST_SLOW:
+        yield f"{len(counts) - _MOST_SLOW:,} more ranks were found slow."

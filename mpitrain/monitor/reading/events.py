@@ -1,6 +1,7 @@
 """The events of a run with types: what a reader asks for is of the type that a run writes, or is not there."""
 
 import datetime
+import functools
 import math
 import os
 from collections import deque
@@ -11,15 +12,17 @@ import msgspec
 
 from collectives.texts import shown, without_secrets
 from mpitrain.files import MOST_LINE_BYTES, MOST_LINES_BYTES, json_of, reading, too_long
-from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE, MOST_STEP, MOST_TIME_S
+from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE, MOST_RANKS, MOST_STEP, MOST_TIME_S
 from mpitrain.monitor.reading.words import damaged
 from mpitrain.monitor.record.events import NAME
 
-MOST_EVENTS, _MOST_BYTES = 100_000, 16 << 20
+MOST_EVENTS, _MOST_BYTES = 20_000, 16 << 20
 """Of more events, or of longer lines together, the last ones are kept."""
 _MOST_LINE_BYTES = 4 << 20
 """Of an event; the begin of 100,000 ranks has 3 MB."""
-_MOST_WORDS = 10_000
+_MOST_FACTS = 200
+"""Of the environment; a run tells about twenty."""
+_MOST_WORDS, _LONGEST, _SHORT = 10_000, 1_000_000, 100
 """Characters of a text, such as the report of a failure."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
@@ -44,9 +47,9 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(
         ("time", "event", "host", "device", "source", "path", "problem", "report", "words", "cause", "sink", "reason", "why"), str
     ),
-    "hosts": list[str],
-    "layout": dict[str, _Count],
-    "environment": dict[str, str],
+    "hosts": Annotated[list[str], msgspec.Meta(max_length=MOST_RANKS)],
+    "layout": Annotated[dict[str, _Count], msgspec.Meta(max_length=_MOST_FACTS)],
+    "environment": Annotated[dict[str, str], msgspec.Meta(max_length=_MOST_FACTS)],
 }  # fmt: skip
 """The fields that a run writes: see record/events.py."""
 _OF_KINDS: dict[tuple[str, str], Any] = {("begin", "ranks"): _Count, ("spike", "what"): dict[str, _Spike]}
@@ -120,7 +123,7 @@ def _readable(value: Any) -> Any:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, list):
-        return [_text(each) for each in value]
+        return value if _is_plain("".join(value)) else [_text(each) for each in value]
     if isinstance(value, dict):
         return {_text(name): _readable(each) for name, each in value.items()}
     return _readable(msgspec.structs.asdict(value)) if isinstance(value, msgspec.Struct) else value
@@ -135,7 +138,20 @@ def _unknown(value: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    return without_secrets(shown(text, lines=True))[:_MOST_WORDS]
+    if len(text) > _LONGEST:  # a part of it may be a part of a secret
+        return f"(a text of {len(text):,} characters)"
+    return _short_text(text) if len(text) < _SHORT else without_secrets(shown(text, lines=True))[:_MOST_WORDS]
+
+
+@functools.lru_cache(10_000)
+def _short_text(text: str) -> str:
+    """Many events have the same ones, and the look for secrets takes some microseconds."""
+    return without_secrets(shown(text, lines=True))
+
+
+def _is_plain(text: str) -> bool:
+    """Whether it has no characters to be shown otherwise, and nothing that may be a secret."""
+    return text.isprintable() and without_secrets(text) == text
 
 
 def seconds_of(text: Any) -> float:

@@ -25,7 +25,7 @@ from mpitrain.monitor.reading.tables import Array, Table, TableBuilder
 from mpitrain.monitor.reading.words import GRAVE, damaged
 from mpitrain.monitor.record.events import NAME as EVENTS
 
-_MOST_SETTINGS, _MOST_NAME = 1000, 200
+_MOST_SETTINGS, _MOST_NAME, _LONGEST = 1000, 200, 100_000
 METRICS, RANKS, SETTINGS = "metrics.jsonl", "ranks.jsonl", "config.toml"
 SUMMARY = ("min", "median", "max", "worst rank")
 """The figures of a summary, which stands in place of all ranks' values from 64 ranks on."""
@@ -280,6 +280,8 @@ def flat_settings(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _readable(value: Any) -> Any:
     if isinstance(value, str):
+        if len(value) > _LONGEST:  # a part of it may be a part of a secret
+            return f"(a text of {len(value):,} characters)"
         return without_secrets(shown(value))
     if isinstance(value, list):
         return [_readable(each) for each in value]

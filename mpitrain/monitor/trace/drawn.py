@@ -17,13 +17,13 @@ from mpitrain.monitor.trace.events import COMMUNICATION, LAYERS, PIPELINE, STEPS
 from mpitrain.monitor.trace.packing import lines_of, no_trace
 
 MAX_RANKS = 32
-_MAX_EVENTS = 700_000
+_MAX_EVENTS = 500_000
 _ARROW = 2
 """The end of an arrow takes the memory of so many other events."""
-_MOST_NAME = 200
+_MOST_NAME, _MOST_OF_STEP = 200, 40
 _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 _NOT_DRAWN = (b'"cat":"operator"', b'"cat":"kernel"', b'"cat":"in flight"')
-_MOST_NOT_DRAWN = 4 * _MAX_EVENTS
+_MOST_NOT_DRAWN = 3 * _MAX_EVENTS
 """Operators of torch's profiler, which are passed over unread."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -130,7 +130,7 @@ class Drawn:
             return _ARROW
         elif event.ph == "X":
             if event.cat == "step" and len(self.steps[event.pid]) < MOST_TRACED:
-                self.steps[event.pid].append((event.ts / 1e3, shown(event.name[:_MOST_NAME])))
+                self.steps[event.pid].append((event.ts / 1e3, shown(event.name[:_MOST_OF_STEP])))
             row = self._rows.get(event.tid, "")
             if kind := _kind(event.name, row):
                 bars = self._layers if row == LAYERS else self._bars

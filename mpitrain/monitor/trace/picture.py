@@ -24,7 +24,7 @@ _COLOURS = {
     "communication": "#f2a541",
     "wait": "#e45756",
 }
-_MAX_ARROWS = 400
+_MAX_ARROWS, _MAX_STEPS = 400, 50
 _HEIGHT = 0.28
 _PIXELS = 2000
 """Bars of one kind that are nearer to each other than a pixel are one bar."""
@@ -48,7 +48,8 @@ def draw(trace: Path, file: Path) -> None:
     places = {pid: -number for number, pid in enumerate(ranks)}
     has_bars = _draw_bars(axes, found, places)
     _draw_arrows(axes, found, places)
-    for begin, name in found.steps[ranks[0]]:
+    steps = found.steps[ranks[0]]
+    for begin, name in steps[:: -(-len(steps) // _MAX_STEPS) or 1]:
         axes.axvline(begin, color="#999999", linewidth=0.6, linestyle=":")
         axes.text(begin, 0.33, name, fontsize="small", va="bottom", parse_math=False)
     axes.set_yticks([places[pid] for pid in ranks], [found.names[pid] for pid in ranks], parse_math=False)
