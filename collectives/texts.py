@@ -30,6 +30,8 @@ _BUCKETS = re.compile(_SCHEME % _BUCKET_SCHEMES, re.IGNORECASE)
 """Schemes whose addresses have no port."""
 _OTHER_STORES = "az|adl|abfss?|wasbs?|r2|b2|cos|obs|tos|hf|file|local|memory|hdfs|viewfs|webhdfs|dbfs|sftp|ssh|ftp|smb"
 _STORES = re.compile(_SCHEME % f"{_BUCKET_SCHEMES}|{_OTHER_STORES}", re.IGNORECASE)
+_KEYS = re.compile(_SCHEME % f"{_BUCKET_SCHEMES}|{_OTHER_STORES.partition('|sftp')[0]}", re.IGNORECASE)
+"""Schemes whose paths may have : and @."""
 _WEB = re.compile(_SCHEME % "https?|wss?", re.IGNORECASE)
 _PORT = re.compile(r"(?P<name>[\w.-]+|\[[0-9A-Fa-f:.]*(?:%25[\w.-]+)?\]):(?P<port>\d{1,5})")
 _USUAL_PORT = re.compile(r"21|22|80|443|[1-9]\d{3,4}")  # other short numbers may begin a password
@@ -66,9 +68,9 @@ _VALUE = (
 )
 _SECRET_NAMES = (
     r"(?:passwd|password|passphrase|secret|credentials?|(?:api|secret|access|private|account|master|encryption|shared[_-]?access)[_-]?key"
-    r"(?:[_-]?id)?|(?:api|auth|access|refresh|session|bearer|hf|hub|github)[_-]token|sharedaccesssignature)"
+    r"(?:[_-]?id)?|(?:api|auth|access|refresh|session|bearer|hf|hub|github)[_-]token|sharedaccesssignature|x-(?:amz|goog)-(?:signature|credential))"
 )
-_LOUD_NAMES = r"(?<!BOS)(?<!EOS)(?<!PAD)(?<!UNK)(?<!SEP)(?<!CLS)(?<!MASK)_(?:TOKEN|PASS|PWD|PAT)"  # of the environment
+_LOUD_NAMES = r"(?<!BOS)(?<!EOS)(?<!PAD)(?<!UNK)(?<!SEP)(?<!CLS)(?<!MASK)_(?:TOKEN|KEY|PASS|PWD|PAT|JWT|WEBHOOK)"  # of the environment
 _FORMS = (
     "hf_[A-Za-z0-9]{20,}", "(?:AKIA|ASIA)[A-Z0-9]{16}", r"AIza[\w-]{35}", "gh[pousr]_[A-Za-z0-9]{30,}", r"github_pat_\w{40,}",
     r"glpat-[\w-]{20,}", r"xox[abeprs]-[\w-]{10,}", r"sk-(?:[a-z]+-)*[A-Za-z0-9_]{24,}", r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+",
@@ -83,10 +85,10 @@ _HOOKS = (
 )
 _WORDS_AND_PATTERNS = {
     "": rf"(?<![A-Za-z0-9])(?P<secret>{'|'.join(_FORMS)})",
-    "passw passphrase secret credential key token sharedaccess": (
-        rf"(?i:{_SECRET_NAMES}(?:{_B}={_B}|{_Q}{_B}[:=]{_B}|:{_B}(?=[\"']))){_VALUE}"
+    "passw passphrase secret credential key token sharedaccess x-amz x-goog": (
+        rf"(?i:{_SECRET_NAMES}(?:{_B}={_B}|{_Q}{_B}[:=]{_B}|:{_B}(?=[\"']|[A-Za-z_+/=-]{{0,200}}\d[\w+/=-]{{5}}))){_VALUE}"
     ),
-    "_token _pa _pwd": rf"{_LOUD_NAMES}(?:=|{_Q}{_B}[:=]{_B}){_VALUE}",
+    "_token _key _pa _pwd _jwt _webhook": rf"{_LOUD_NAMES}(?:=|{_Q}{_B}[:=]{_B}|:[ ]){_VALUE}",
     "--": rf"(?i:--(?:[\w.-]{{0,40}}{_SECRET_NAMES}|token)[= ]){_VALUE}",
     "? &": rf"(?i:[?&][\w.-]{{0,40}}(?:signature|sig|token|credential|secret|password|key)=){_VALUE}",
     "authorization": (
@@ -192,12 +194,12 @@ def _identity(path: str, query: str, fragment: str) -> str:
     names = [piece.partition("=")[0].lower() for piece in pieces]
     azure = _SIGNED_BY_AZURE if "sig" in names else ()
     kept = [piece for name, piece in zip(names, pieces, strict=True) if name not in azure and not _SIGNED.search(name)]
-    return "\0".join((path, *kept, fragment))
+    return "\0".join((path, *kept, fragment)).rstrip("\0")
 
 
 def _without_user(scheme: str, address: str) -> str:
     """The address without what stands before the host. `scheme`: text that ends with it."""
-    if _WEB.search(scheme) and (user := _USER_WITH_SLASH.match(address)):
+    if not _KEYS.search(scheme) and (user := _USER_WITH_SLASH.match(address)):
         return f"{HIDDEN}{address[user.end() - 1 :]}"
     authority = _AUTHORITY.match(address)
     assert authority is not None

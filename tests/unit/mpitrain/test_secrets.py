@@ -189,6 +189,17 @@ def test_addresses_with_an_at_and_no_user_stay(text: str) -> None:
 
 
 SECRET_TEXTS = [
+    "sftp://us/er:S3CRET01@h.example/a",
+    "WANDB_API_KEY: S3CRET01",
+    "password: S3CRET01",
+    "X-Amz-Signature=S3CRET01",
+    "AZURE_STORAGE_KEY=S3CRET01",
+    "SLACK_WEBHOOK=S3CRET01",
+    "environ({'WANDB_API_KEY': 'S3CRET01', 'A': '1'})",
+    "Server=h;User Id=u;Password=S3CRET01;",
+    "postgres://u:S3CRET01@[::1]:5432/db?sslmode=require",
+    "['--data.path', 'https://u:a S3CRET01@h/x']",
+    "curl -H 'Authorization: Bearer S3CRET01'",
     "https://user:pa S3CRET01@host/a.tar",
     "https://u:S3CRET01 x@[::1]:80/a",
     "'https://u:a S3CRET01@h/x' is gone",
@@ -257,6 +268,12 @@ SECRET_TEXTS = [
     "b'password': b'S3CRET01'",
 ]
 HONEST_TEXTS = [
+    "password: expected one",
+    "data.tokenizer: a file",
+    "secret: 3 of 5",
+    "s3://bucket/x/y:z@v1",
+    "hf://datasets/o/r@main/a:b",
+    "file:///a/b:c@d",
     "s3://b/part#1",
     "s3://b/what?.jsonl",
     "s3://b/part-??.tar",
