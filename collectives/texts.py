@@ -38,7 +38,9 @@ _USUAL_PORT = re.compile(r"21|22|80|443|[1-9]\d{3,4}")  # other short numbers ma
 _NUMERIC = re.compile(r"\d+\.\d+\.\d+\.\d+|localhost|\[[0-9A-Fa-f:.]*(?:%25[\w.-]+)?\]")
 _HOST = re.compile(rf"(?:(?:[\w-]+\.)+[A-Za-z]{{2,}}|{_NUMERIC.pattern})(?::\d+)?")
 """What looks like a host. Names without a dot do not tell."""
-_USER_WITH_SLASH = re.compile(r"(?!localhost/)[^/?#@:.\[\]]+/[^?#@:]*:(?:[^@]*@)+(?=[\w\[])")
+_USER_WITH_SLASH = re.compile(
+    r"(?!localhost/)[^/?#@:.\[\]\"'`,;<>{}]+/[^?#@:\"'`,;<>{}\[\]]*:(?:[^@\"'`<>]*@)+(?=[\w\[])"
+)
 _WITH_BLANKS = re.compile(
     r"(?P<begin>(?:^|[\"'`=])[A-Za-z][\w+.:-]{0,40}://)[^\s/?#@:\"'`]{1,200}:(?!\d+\s)[^\s/?#\"'`]{1,200}\s[^\n\"'`]{0,200}?@"
     r"(?=[\w.:\[\]-]{1,255}(?:[/?#\"'`]|$))"
