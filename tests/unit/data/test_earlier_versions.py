@@ -48,7 +48,7 @@ def batches(folder: Path, pattern: str, **changed: Any) -> DocumentBatches:
     source = Source.new("a", list_shards([f"{folder}/{pattern}"]), lanes=2)
     settings: dict[str, Any] = {"context": 24, "seed": 1, "packing": "cut", "tokenizer": Bytes(), "share": (0.1, 1.0)}
     recipe = Recipe((source,), (((0, 1.0),),), 2, 4, cache=ShardCache(), **(settings | changed))
-    return DocumentBatches(recipe, partial(open_lanes, say=print, tells=False))
+    return DocumentBatches(recipe, partial(open_lanes, say=print))
 
 
 def resumed(run: DocumentBatches, again: DocumentBatches, step: int, version: int | None = None) -> list[str]:
