@@ -6,13 +6,19 @@ Standard library only: processes on hosts without packages load this file by its
 import errno
 import os
 import stat
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
+from uuid import uuid4
+from zlib import crc32
 
 _KINDS = {
     stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
 }  # fmt: skip
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_PARTIAL = ".tmp"
+_swept: set[Path] = set()
 _SAFE = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # if it became another one after the look at it
 
 
@@ -85,6 +91,45 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int, *, links: bool =
 def open_new(path: str | os.PathLike[str], mode: int = 0o666) -> int:
     """A descriptor of a new file, to read and write. FileExistsError if there is anything, also a link to nothing. OSError."""
     return os.open(path, _NEW, mode)
+
+
+def partial_of(path: Path) -> Path:
+    """The name of this process beside `path` for a file that gets the name `path` when it is whole.
+
+    The first call for a path removes the partial files of processes that have ended, as far as this is certain: those of other hosts,
+    of other containers and from before a restart stay, because their process may still write. So does a file of another path.
+    """
+    begin = f"{'' if path.name.startswith('.') else '.'}{path.name[:180]}.{_place()}-"
+    if path not in _swept:
+        _swept.add(path)
+        with suppress(OSError):
+            for name in os.listdir(path.parent):
+                pid = name.removeprefix(begin).removesuffix(_PARTIAL)
+                if name == f"{begin}{pid}{_PARTIAL}" and pid.isdecimal() and _has_ended(int(pid)):
+                    path.with_name(name).unlink()
+    partial = path.with_name(f"{begin}{os.getpid()}{_PARTIAL}")
+    partial.unlink(missing_ok=True)
+    return partial
+
+
+@lru_cache(1)
+def _place() -> str:
+    """What the numbers of processes belong to: this start of this host, and this container of it."""
+    try:
+        boot, container = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/pid").st_ino
+        return f"{crc32(f'{boot} {container}'.encode()):08x}"
+    except OSError:  # no process is known to have ended
+        return uuid4().hex
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # of another user
+        return False
+    return False
 
 
 def write_new(path: Path, data: bytes) -> None:

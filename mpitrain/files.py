@@ -10,12 +10,35 @@ import errno
 import json
 import os
 import re
-import stat
 import tomllib
 import zlib
 from collections.abc import Iterator
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+
+def loaded(name: str) -> ModuleType:
+    """The module `collectives.<name>`, which needs the standard library alone, as a module of its own: its package needs more."""
+    package = find_spec("collectives")  # which does not import it
+    assert package is not None and package.origin is not None
+    spec = spec_from_file_location(f"{__name__}.{name}", Path(package.origin).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING:
+    from collectives.files import OddFileError as OddFileError
+    from collectives.files import open_new
+    from collectives.files import open_regular as open_regular
+    from collectives.files import partial_of as partial_of
+else:
+    _files = loaded("files")
+    OddFileError, open_regular = _files.OddFileError, _files.open_regular
+    open_new, partial_of = _files.open_new, _files.partial_of
 
 BLOCK_BYTES = 2 << 20
 """That are read at once: a short line takes ten times its length when it is decoded."""
@@ -33,42 +56,6 @@ _MOST_DEEP = 16
 """Parts of a name in TOML. The settings of a run have two."""
 _MOST_RATIO, _FREE_BYTES, _MOST_UNPACKED_BYTES = 200, 8 << 20, 8 << 30
 """Of a packed file: traces pack to a fifteenth, and zeros to a thousandth."""
-_KINDS = {
-    stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
-}  # fmt: skip
-
-
-class OddFileError(OSError):
-    """A file that no run has written: another try will not help."""
-
-    def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
-
-
-def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, most_bytes: int | None = None) -> int:
-    """A descriptor of a regular file; no link to one. OddFileError for anything else, at once, and for more than `most_bytes`. OSError.
-
-    `flags`, `mode`: of `os.open`.
-    """
-    try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _odd(path, "it is a link") from None
-        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
-            raise _odd(path, "it is a pipe or a socket") from None
-        raise
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and (most_bytes is None or found.st_size <= most_bytes):
-        return fd
-    os.close(fd)
-    if stat.S_ISREG(found.st_mode):
-        raise OddFileError(errno.EFBIG, f"it has {found.st_size:,} bytes; expected at most {most_bytes:,}", str(path))
-    raise _odd(path, f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
-
-
-def _odd(path: Path, what: str) -> OSError:
-    return OddFileError(errno.EINVAL, f"{what}; expected a regular file", str(path))
 
 
 def reading(path: Path, *, most_bytes: int | None = None) -> BinaryIO:
@@ -83,7 +70,7 @@ def read(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
         while len(data) <= most_bytes and (piece := file.read(1 << 20)):
             data += piece
     if len(data) > most_bytes:  # it has grown meanwhile
-        raise OddFileError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+        raise OddFileError(errno.EFBIG, f"has more than {most_bytes:,} bytes", str(path))
     return bytes(data)
 
 
@@ -213,9 +200,7 @@ def blocks_of_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 def too_long(path: Path) -> OSError:
     """The error of a line that is too long."""
-    return OddFileError(
-        errno.EFBIG, f"it has a line of more than {MOST_LINE_BYTES:,} bytes, so it is damaged", str(path)
-    )
+    return OddFileError(errno.EFBIG, f"has a line of more than {MOST_LINE_BYTES:,} bytes, so it is damaged", str(path))
 
 
 def _unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -236,13 +221,13 @@ def _unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
             num_bytes += len(unpacked)
             if num_bytes > most:
                 raise OddFileError(
-                    errno.EFBIG, f"it unpacks to too much: more than {most:,} bytes of {num_read:,}", str(path)
+                    errno.EFBIG, f"unpacks to too much: more than {most:,} bytes of {num_read:,}", str(path)
                 )
             yield unpacked
     except zlib.error as error:
-        raise OddFileError(errno.EINVAL, f"it is damaged, or no gzip file: {error}", str(path)) from None
+        raise OddFileError(errno.EINVAL, f"is damaged, or no gzip file: {error}", str(path)) from None
     if not member.eof:
-        raise OddFileError(errno.EINVAL, "it is cut off, or no gzip file", str(path))
+        raise OddFileError(errno.EINVAL, "is cut off, or no gzip file", str(path))
 
 
 # Writing
@@ -255,8 +240,7 @@ def adding(path: Path, mode: int = 0o666) -> BinaryIO:
 
 def making(path: Path, mode: int = 0o666) -> BinaryIO:
     """A new file of that name, unbuffered. FileExistsError if there is anything, also a link to nothing."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return open(os.open(path, flags, mode), "w+b", buffering=0)
+    return open(open_new(path, mode), "w+b", buffering=0)
 
 
 def replace(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -269,13 +253,6 @@ def replace(path: Path, data: bytes, mode: int = 0o666) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-
-
-def partial_of(path: Path) -> Path:
-    """The name of this process beside `path` for a file that gets the name `path` when it is whole. What is there is removed."""
-    partial = path.with_name(f"{'' if path.name.startswith('.') else '.'}{path.name[:200]}.{os.getpid()}.tmp")
-    partial.unlink(missing_ok=True)
-    return partial
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:

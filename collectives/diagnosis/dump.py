@@ -11,7 +11,7 @@ from pathlib import Path
 
 from collectives.diagnosis import stacks
 from collectives.diagnosis.record import NUM_SLOTS, Operation, last_operations, newest_operations, open_operations
-from collectives.files import write_new
+from collectives.files import partial_of, write_new
 
 NUM_SHOWN = 20  # the newest operations, on stderr
 _NUM_BRIEF = 5
@@ -99,7 +99,7 @@ def write_file(why: str) -> bool:
     file = RecordOutput.folder / f"rank-{RecordOutput.rank}.txt"
     try:
         RecordOutput.folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
+        partial = partial_of(file)
         write_new(partial, (text(why) + stacks_text).encode(errors="backslashreplace"))
         partial.replace(file)
     except OSError as error:

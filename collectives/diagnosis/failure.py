@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from collectives.files import open_regular, write_new
+from collectives.files import open_regular, partial_of, write_new
 from collectives.texts import without_secrets
 
 _VARIABLE = "MPITRAIN_FAILURE_FILE"
@@ -77,7 +77,7 @@ def _also() -> Path | None:
 
 def _write(file: Path, text: str) -> bool:
     """Append a report; whether it is the first one in the file."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial = partial_of(file)
     try:
         write_new(partial, text.encode(errors="backslashreplace"))
         os.link(partial, file)

@@ -3,12 +3,14 @@
 import errno
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from collectives.files import OddFileError, open_new, open_regular, write_new
+from collectives.files import OddFileError, open_new, open_regular, partial_of, write_new
 
 
 def a_socket(path: Path) -> None:
@@ -63,3 +65,23 @@ def test_new_files_are_not_made_through_a_link(tmp_path: Path) -> None:
             open_new(link)
         write_new(link, b"new")
         assert precious.read_text() == "mine" and link.read_bytes() == b"new" and not (tmp_path / "missing").exists()
+
+
+def test_partial_files_of_processes_that_have_ended_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "mark.json"
+    begin = partial_of(path).name.removesuffix(f"{os.getpid()}.tmp")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stay = [
+        f"{begin}{os.getppid()}.tmp",
+        f".mark.json.0123abcd-{ended.pid}.tmp",
+        f"{begin}x.tmp",
+        f".other{begin}{ended.pid}.tmp",
+    ]
+    for name in [*stay, f"{begin}{ended.pid}.tmp"]:
+        (tmp_path / name).write_text("")
+    (tmp_path / "link").symlink_to(tmp_path)
+    partial = partial_of(tmp_path / "link" / path.name)  # the first call for this path
+    partial.write_text("ours")
+    assert {each.name for each in tmp_path.iterdir()} == {*stay, partial.name, "link"}
+    assert partial_of(path) == tmp_path / partial.name and not partial.exists()

@@ -50,7 +50,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, make: Callable[[Path], No
 def test_a_new_file_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("keep")
     path = tmp_path / "mark"
-    (tmp_path / f".mark.{os.getpid()}.tmp").symlink_to(tmp_path / "precious")
+    files.partial_of(path).symlink_to(tmp_path / "precious")
     path.symlink_to(tmp_path / "precious")
     files.replace(path, b"new", 0o600)
     assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o600 and not path.is_symlink()
