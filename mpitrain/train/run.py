@@ -26,7 +26,7 @@ from mpitrain.config import Config, ConfigError, FolderInUseError, has_secrets, 
 from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.marks import LOCK, is_left_behind
-from mpitrain.files import replace
+from mpitrain.files import OddFileError, replace
 from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import write_event
 from mpitrain.train.checkpoints.meta import age_of
@@ -117,7 +117,7 @@ class Run:
             # With secrets the file is for this user alone.
             replace(self.folder / "config.toml", to_toml(config).encode(), 0o600 if has_secrets(config) else 0o666)
         except OSError as error:
-            raise self._not_writable(error.strerror or str(error)) from None
+            raise self._not_writable(_why(error)) from None
         return aside
 
     def lock(self, say: Callable[[str], object] = lambda line: None) -> None:
@@ -131,7 +131,7 @@ class Run:
                 f"run: {self.folder} is being trained by {error}; wait for its end, or choose another folder with --run"
             ) from None
         except OSError as error:
-            raise self._not_writable(error.strerror or str(error)) from None
+            raise self._not_writable(_why(error)) from None
 
     def take_lease(self) -> Lease:
         """Raise the lease of the folder, which this process has locked. OSError if it cannot be written; the error of `check_lock`."""
@@ -263,6 +263,13 @@ class Run:
 
     def _not_writable(self, why: str) -> OSError:
         return OSError(f"run: the folder {self.folder} cannot be written: {why}")
+
+
+def _why(error: OSError) -> str:
+    """The reason, with the name of a file that somebody else has put in the place of the run's own."""
+    name = error.filename2 or error.filename
+    said = error.strerror or str(error)
+    return f"{name}: {said}" if name and isinstance(error, OddFileError | IsADirectoryError) else said
 
 
 def _public(fields: Mapping[str, Any]) -> dict[str, Any]:
