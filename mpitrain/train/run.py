@@ -26,8 +26,9 @@ from mpitrain.config import Config, ConfigError, FolderInUseError, has_secrets, 
 from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.marks import LOCK, is_left_behind
-from mpitrain.files import OddFileError, replace
+from mpitrain.files import OddFileError, adding, replace
 from mpitrain.monitor.record.alerts import Alerts
+from mpitrain.monitor.record.events import NAME as EVENTS
 from mpitrain.monitor.record.events import write_event
 from mpitrain.train.checkpoints.meta import age_of
 
@@ -116,6 +117,7 @@ class Run:
             self.check_lock()
             # With secrets the file is for this user alone.
             replace(self.folder / "config.toml", to_toml(config).encode(), 0o600 if has_secrets(config) else 0o666)
+            adding(self.folder / EVENTS).close()  # later on, an event that cannot be written ends no run
         except OSError as error:
             raise self._not_writable(_why(error)) from None
         return aside

@@ -13,6 +13,7 @@ from mpitrain.config import Config, ConfigError, differences, from_toml
 from mpitrain.config.settings import CheckpointConfig
 from mpitrain.elastic.lease import Lease, as_text, first_number, raise_lease
 from mpitrain.elastic.marks import DONE, Marks
+from mpitrain.files import OddFileError
 from mpitrain.monitor.reading.events import read_events
 from mpitrain.train.run import Run
 
@@ -101,7 +102,7 @@ def test_prepare_writes_the_settings_down(tmp_path: Path) -> None:
     run.prepare(settings)
     run.release()
     assert differences(from_toml(tmp_path / "run/config.toml"), settings) == []
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.toml"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.toml", "events.jsonl"]
 
 
 def test_a_folder_that_cannot_be_written_is_found_early(tmp_path: Path) -> None:
@@ -196,3 +197,33 @@ def test_states_of_which_jobs_are_the_supervisor_s() -> None:
     assert first_number(own, as_text(Lease("a", 5))) == 6
     assert first_number(own, as_text(other)) == 1, "the supervisor began with a run that was moved aside"
     assert first_number(own, as_text(None)) == 1
+
+
+def test_the_settings_of_a_resume_are_for_this_user_alone_if_they_have_secrets(tmp_path: Path) -> None:
+    """From the first byte on: the file has its mode before it has its name. Without secrets the umask decides."""
+    settings = config(tmp_path)
+    secret = replace(settings, log=replace(settings.log, on_event="curl https://user:key@host"))
+    old = os.umask(0o022)
+    try:
+        for its, mode in ((settings, 0o644), (secret, 0o600), (settings, 0o644)):
+            run = Run(its)
+            run.lock()
+            run.prepare(its)
+            run.release()
+            assert (tmp_path / "config.toml").stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(old)
+
+
+@pytest.mark.parametrize("name", ["config.toml", "events.jsonl"])
+def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.mkdir() if name == "config.toml" else os.mkfifo(path)
+    run = Run(config(tmp_path))
+    run.lock()
+    try:
+        with pytest.raises(OSError, match=f"run: the folder {tmp_path} cannot be written: {path}: ") as found:
+            run.prepare(config(tmp_path))
+    finally:
+        run.release()
+    assert str(OddFileError("as text alone")) == "as text alone" and "None" not in str(found.value)

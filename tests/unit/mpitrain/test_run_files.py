@@ -119,19 +119,19 @@ LIST = "[data]\npath = [" + "".join(f'"s3://bucket/{"d" * 180}/{n:08}", ' for n 
 def test_settings_that_are_too_long(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x"
     path.write_text(text)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ValueError, match=r"too long|too deeply|expected at most"):
         files.read_toml(path)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_settings_with_long_lists(tmp_path: Path) -> None:
     """Of shards, in each kind of quotes: the same as Python's module reads."""
     path = tmp_path / "x"
     path.write_text(LIST)
-    began = time.perf_counter()
+    began = time.process_time()
     found = files.read_toml(path)["data"]["path"]
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert found == json.loads(LIST[LIST.index("[", 1) :].rstrip(", ]\n") + "]") and len(found) == 50_000
     long = "long enough for another kind of quotes"
     text = rf'''
