@@ -33,8 +33,7 @@ class OddFileError(OSError):
         self.what = what
 
     def __str__(self) -> str:
-        # One that comes from another rank may have its text alone.
-        return super().__str__() if self.filename is None else f"{self.filename}: {self.strerror}"
+        return f"{self.filename}: {self.strerror}"
 
 
 def open_regular(
