@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from collectives.texts import shown
 from fuzzing.mutation import mutate_bytes, mutate_value
@@ -20,6 +20,13 @@ Parts = dict[str, Any]
 """Bytes, lists and dicts as of JSON, or `Special`, by names."""
 Files = dict[str, bytes | Special]
 """The files of an input by their paths in its folder, such as "step-1/manifest.jsonl"."""
+
+
+class Sound(NamedTuple):
+    """A sound input. `documents`: what `read` is to return; None: that is not compared."""
+
+    parts: Parts
+    documents: object = None
 
 
 class RefusedError(Exception):
@@ -36,10 +43,16 @@ class Target:
     """For one input, on a busy machine."""
     share_damaged = 0.2
     """Of the inputs: after the wrapping a file of them is damaged, which the outer check may find."""
+    share_sound = 0.0
+    """Of the inputs: they stay as they are made, and what is read of them is compared."""
 
     def make(self, rng: Random) -> Parts:
         """A sound input, one of several kinds. `mutate` may change what it returns."""
-        raise NotImplementedError
+        return self.sound(rng).parts
+
+    def sound(self, rng: Random) -> Sound:
+        """As `make`, with what it is made from. A subclass gives one of them."""
+        return Sound(self.make(rng))
 
     def read(self, folder: Path) -> object:
         """Do all that the project does with such an input in `folder`. New files go to `folder.with_name("output")`, which is missing.

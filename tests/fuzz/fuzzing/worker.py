@@ -61,7 +61,13 @@ def _answer(target: Target, rng: Random, work: Path, *, sound: bool = False) -> 
     folder, untouched = work / "input", work / UNTOUCHED
     for used in (folder, untouched, work / "output"):
         shutil.rmtree(used, ignore_errors=True)
-    files = dict(target.wrap(rng, target.make(rng))) if sound else fuzzed(target, rng)
+    expected = None
+    if sound or (target.share_sound and rng.random() < target.share_sound):
+        parts, expected = target.sound(rng)
+        files = dict(target.wrap(rng, parts))
+        del parts
+    else:
+        files = fuzzed(target, rng)
     for place in (folder, untouched):
         place.mkdir()
         write_files(files, place)
@@ -72,7 +78,7 @@ def _answer(target: Target, rng: Random, work: Path, *, sound: bool = False) -> 
     start = time.monotonic()
     outcome, message = "read", ""
     try:
-        target.read(folder)
+        check_documents(target.read(folder), expected)
     except BaseException as error:
         problem = verdict.fault(error, target.errors)
         outcome = "failed" if problem else "refused"
@@ -82,6 +88,11 @@ def _answer(target: Target, rng: Random, work: Path, *, sound: bool = False) -> 
     own, children = memory.peak(os.getpid())
     peaks = {"own_bytes": own, "children_bytes": children}
     return {"outcome": outcome, "message": message, "passes": passes, "seconds": seconds, **peaks}
+
+
+def check_documents(found: object, expected: object) -> None:
+    """AssertionError if other documents are read of a sound input than it was made from."""
+    assert expected is None or found == expected, f"{found!r:.500} is read of {expected!r:.500}"
 
 
 if __name__ == "__main__":

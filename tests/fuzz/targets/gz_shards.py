@@ -6,13 +6,13 @@ from pathlib import Path
 from random import Random
 
 from fuzzing.shards import packed_parts, read_shard
-from fuzzing.target import Files, Parts, Target
+from fuzzing.target import Files, Parts, Sound, Target
 
 
 class GzShard(Target):
-    share_damaged = 0.35
+    share_damaged, share_sound = 0.35, 0.1
 
-    def make(self, rng: Random) -> Parts:
+    def sound(self, rng: Random) -> Sound:
         return packed_parts(rng)
 
     def wrap(self, rng: Random, parts: Parts) -> Files:
@@ -32,9 +32,9 @@ class GzShard(Target):
             return False
         return True
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path) -> object:
         (path,) = folder.iterdir()
-        read_shard(path)
+        return read_shard(path)
 
 
 TARGET = GzShard()

@@ -9,7 +9,7 @@ from random import Random
 import h5py
 import numpy as np
 from fuzzing.mutation import mutate_bytes
-from fuzzing.target import Files, Parts, Target
+from fuzzing.target import Files, Parts, Sound, Target
 
 import ckpt
 
@@ -40,8 +40,11 @@ def made(kind: str) -> bytes:
 class Hdf5(Target):
     limit_s = 40.0  # HDF5 itself has 10 s of a processor for a file
 
-    def make(self, rng: Random) -> Parts:
-        return {"a.h5": made(rng.choice(["old", "old", "room", "many", "new"]))}
+    share_sound = 0.1
+
+    def sound(self, rng: Random) -> Sound:
+        data = made(rng.choice(["old", "old", "room", "many", "new"]))
+        return Sound({"a.h5": data}, {name: _VALUES.tolist() for name in _NAMES})
 
     def mutate(self, rng: Random, parts: Parts) -> Parts:
         data = parts["a.h5"]
@@ -59,8 +62,8 @@ class Hdf5(Target):
         at = next((at for at in (0, 512, 1024) if data[at : at + 8] == _MAGIC), None)
         return data == made("new") or (at is not None and data[at + 8 : at + 9] < b"\2")
 
-    def read(self, folder: Path) -> None:
-        refused = []
+    def read(self, folder: Path) -> object:
+        refused, found = [], {}
         for name in _NAMES:
             try:
                 tokens = _files.map(folder / "a.h5", name)
@@ -68,9 +71,10 @@ class Hdf5(Target):
                 refused.append(error)
                 continue
             assert tokens.ndim == 1 and tokens.dtype.kind in "iu" and tokens.nbytes <= os.stat(folder / "a.h5").st_size
-            tokens.sum()
+            found[name] = tokens.tolist()
         if len(refused) == len(_NAMES):
             raise refused[0]
+        return found
 
 
 TARGET = Hdf5()

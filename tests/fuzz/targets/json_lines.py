@@ -4,15 +4,18 @@ import json
 from pathlib import Path
 from random import Random
 
-from fuzzing.shards import line_text, read_shard, records
-from fuzzing.target import Files, Parts, Target
+from fuzzing.shards import line_text, read_shard, records, texts_of
+from fuzzing.target import Files, Parts, Sound, Target
 
 
 class JsonLines(Target):
     share_damaged = 0.5
 
-    def make(self, rng: Random) -> Parts:
-        return {"a.jsonl": records(rng)}
+    share_sound = 0.1
+
+    def sound(self, rng: Random) -> Sound:
+        its = records(rng)
+        return Sound({"a.jsonl": its}, texts_of(its))
 
     def wrap(self, rng: Random, parts: Parts) -> Files:
         its = parts["a.jsonl"]
@@ -27,8 +30,8 @@ class JsonLines(Target):
             return False
         return isinstance(first, dict)
 
-    def read(self, folder: Path) -> None:
-        read_shard(folder / "a.jsonl")
+    def read(self, folder: Path) -> object:
+        return read_shard(folder / "a.jsonl")
 
 
 TARGET = JsonLines()

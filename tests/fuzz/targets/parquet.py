@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzzing.target import Files, Parts, Target
+from fuzzing.target import Files, Parts, Sound, Target
 from fuzzing.thrift import decoded, encoded
 
 from mpitrain.data.documents import DamagedSampleError, DamagedShardError, Reader, open_shard
@@ -17,6 +17,7 @@ from mpitrain.data.documents.parquet import Limits, ParquetReader
 _MAGIC = b"PAR1"
 _FOOTER, _CODEC = "footer", "codec"
 _SMALL = Limits(piece_bytes=1000, held_bytes=2000, most_bytes=1 << 20)
+_TEXTS = [*(f"text of row {n % 7} " * (n % 9) for n in range(60)), None, "ü"]
 _LENGTHS = {"text": "DELTA_LENGTH_BYTE_ARRAY"}
 _KINDS: tuple[dict[str, Any], ...] = (
     {"compression": "none"},
@@ -39,8 +40,7 @@ def made(kind: int) -> tuple[str, dict[str, Any], list[list[tuple[dict[str, Any]
     import pyarrow as arrow
     from pyarrow import parquet
 
-    texts = [f"text of row {n % 7} " * (n % 9) for n in range(60)]
-    table, file = arrow.table({"text": [*texts, None, "ü"]}), io.BytesIO()
+    table, file = arrow.table({"text": _TEXTS}), io.BytesIO()
     parquet.write_table(table, file, row_group_size=25, data_page_size=300, **_KINDS[kind])
     data, codec = file.getvalue(), _KINDS[kind]["compression"]
     footer = decoded(data[-8 - int.from_bytes(data[-8:-4], "little") : -8])[0]
@@ -64,13 +64,15 @@ class Parquet(Target):
     def missing(self) -> str | None:
         return None if find_spec("pyarrow") else "needs pyarrow"
 
-    def make(self, rng: Random) -> Parts:
+    share_sound = 0.1
+
+    def sound(self, rng: Random) -> Sound:
         codec, footer, groups = made(rng.randrange(len(_KINDS)))
         parts: Parts = {_FOOTER: _copied(footer), _CODEC: lambda path: codec}
         for group, pages in enumerate(groups):
             for number, (header, body) in enumerate(pages):
                 parts[f"header {group} {number}"], parts[f"body {group} {number}"] = _copied(header), body
-        return parts
+        return Sound(parts, [None if text is None else text.encode() for text in _TEXTS])
 
     def mutate(self, rng: Random, parts: Parts) -> Parts:
         kind = rng.choice([_FOOTER, "header", "body"])
@@ -108,11 +110,12 @@ class Parquet(Target):
         fits = 12 + int.from_bytes(data[-8:-4], "little") <= len(data)
         return data[:4] == data[-4:] == _MAGIC and fits
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path) -> object:
         path = folder / "a.parquet"
         whole = _documents(open_shard(path, "a.parquet", "parquet"), path.stat().st_size)
         assert _documents(ParquetReader(path, "a.parquet", limits=_SMALL), path.stat().st_size) == whole
         assert len({key for key, _ in whole}) == len(whole)
+        return [text for _, text in whole]
 
 
 def _documents(reader: Reader, size: int) -> list[tuple[bytes, bytes | None]]:

@@ -5,7 +5,7 @@ from random import Random
 
 from fuzzing.mutation import mutate_bytes
 from fuzzing.shards import read_shard, tar, with_checksum
-from fuzzing.target import Files, Parts, Target
+from fuzzing.target import Files, Parts, Sound, Target
 
 from mpitrain.data.documents.tar.numbers import BLOCK, is_header
 
@@ -37,13 +37,12 @@ FIELDS = (
 class TarShard(Target):
     """The part is the list of the blocks; each is a header or not, as it was in the sound file."""
 
-    def make(self, rng: Random) -> Parts:
-        data = tar(rng)
-        return {
-            "a.tar": [
-                (block, is_header(block)) for block in (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
-            ]
-        }
+    share_sound = 0.1
+
+    def sound(self, rng: Random) -> Sound:
+        data, samples = tar(rng)
+        blocks = (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
+        return Sound({"a.tar": [(block, is_header(block)) for block in blocks]}, samples)
 
     def mutate(self, rng: Random, parts: Parts) -> Parts:
         blocks = list(parts["a.tar"])
@@ -67,8 +66,8 @@ class TarShard(Target):
         assert isinstance(data, bytes)
         return is_header(data[:BLOCK])
 
-    def read(self, folder: Path) -> None:
-        read_shard(folder / "a.tar")
+    def read(self, folder: Path) -> object:
+        return read_shard(folder / "a.tar")
 
 
 def _with_change(rng: Random, block: bytes, is_head: bool) -> tuple[bytes, bool]:

@@ -5,19 +5,19 @@ from pathlib import Path
 from random import Random
 
 from fuzzing.shards import packed_parts, read_shard
-from fuzzing.target import Files, Parts, Target
+from fuzzing.target import Files, Parts, Sound, Target
 
 _SKIPPED = b"\x50\x2a\x4d\x18\4\0\0\0skip"
 _MOST_BYTES = 1 << 28
 
 
 class ZstShard(Target):
-    share_damaged = 0.35
+    share_damaged, share_sound = 0.35, 0.1
 
     def missing(self) -> str | None:
         return None if find_spec("zstandard") else "zstandard is not installed"
 
-    def make(self, rng: Random) -> Parts:
+    def sound(self, rng: Random) -> Sound:
         return packed_parts(rng)
 
     def wrap(self, rng: Random, parts: Parts) -> Files:
@@ -43,9 +43,9 @@ class ZstShard(Target):
             return False
         return num_bytes > 0
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: Path) -> object:
         (path,) = folder.iterdir()
-        read_shard(path)
+        return read_shard(path)
 
 
 TARGET = ZstShard()
