@@ -17,7 +17,6 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 import struct
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ import numpy as np
 
 from ckpt.format.boxes import Box
 from ckpt.tensors import Local
+from collectives.files import OddFileError, open_regular
 from collectives.transports.node.memory import folder
 
 _COMPLETE, _WRITING = b"complete", b"writing."
@@ -175,9 +175,11 @@ def complete_copies(run: str) -> Iterator[Found]:
 def open_own(path: str | Path, flags: int) -> int:
     """Open a regular file of this user, or make it for this user alone. PermissionError for another one: in shared memory anybody may
     make a file of that name."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    found = os.fstat(fd)
-    if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+    try:
+        fd = open_regular(path, flags, 0o600)
+    except OddFileError:
+        raise PermissionError(errno.EPERM, "not a file of this user", path) from None
+    if os.fstat(fd).st_uid != os.getuid():
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a file of this user", path)
     return fd
