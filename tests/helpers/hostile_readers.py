@@ -30,7 +30,8 @@ def words_of(command: str, run: Path, other: Path) -> list[str]:
 def read(words: list[str]) -> dict[str, object]:
     """What a command did, and the peak of the memory since its beginning."""
     Path("/proc/self/clear_refs").write_text("5")
-    out, err, began = io.StringIO(), io.StringIO(), time.perf_counter()
+    out, err = io.StringIO(), io.StringIO()
+    began, cpu_s = time.perf_counter(), time.process_time()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             code = main(words)
@@ -39,7 +40,14 @@ def read(words: list[str]) -> dict[str, object]:
         except BaseException:
             code = traceback.format_exc()
     mb = int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 1e3
-    return {"code": code, "s": time.perf_counter() - began, "mb": mb, "out": out.getvalue(), "err": err.getvalue()}
+    return {
+        "code": code,
+        "s": time.perf_counter() - began,
+        "cpu_s": time.process_time() - cpu_s,
+        "mb": mb,
+        "out": out.getvalue(),
+        "err": err.getvalue(),
+    }
 
 
 def run(base: Path, names: list[str]) -> None:

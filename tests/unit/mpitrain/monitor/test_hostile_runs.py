@@ -33,7 +33,10 @@ def test_a_page_or_a_line(command: str, results: dict[tuple[str, str], Any]) -> 
     for name in HARMS:
         found, case = results[name, command], f"{command}, {name}"
         assert found["code"] in ((0, 1, 2) if command == "diff" else (0, 1)), f"{case}: {found['code']}"
-        assert found["s"] < MOST_S and found["mb"] < MOST_MB, f"{case}: {found['s']} s, {found['mb']} MB"
+        # Other processes may have the cores: a wait without work ends the whole program.
+        assert found["cpu_s"] < MOST_S and found["s"] < 10 * MOST_S and found["mb"] < MOST_MB, (
+            f"{case}: {found['cpu_s']} s, {found['s']} s with waits, {found['mb']} MB"
+        )
         text = found["out"] + found["err"]
         assert all(character.isprintable() or character == "\n" for character in text), f"{case}: {text!r}"
         assert not any(word in text for word in ("Traceback", "Warning", "TOPSECRET", "root:", "[Errno")), (
