@@ -108,18 +108,30 @@ must have: to look for them is faster."""
 _JOINERS = "\u00ad\u200c\u200d"  # soft hyphen, zero-width non-joiner and joiner: texts in Persian and emoji have them
 
 
+class _Shown(dict[int, str]):
+    """What is printed for the characters that were asked for. A text of a stranger may have any number of any of them."""
+
+    def __init__(self, kept: str) -> None:
+        self._kept = kept
+
+    def __missing__(self, code: int) -> str:
+        if len(self) > 10_000:
+            self.clear()
+        char = chr(code)
+        is_text = char.isprintable() or char in self._kept or unicodedata.category(char) == "Zs"
+        self[code] = char if is_text else char.encode("unicode_escape").decode()
+        return self[code]
+
+
+_SHOWN, _SHOWN_LINES = _Shown(_JOINERS), _Shown(_JOINERS + "\n\t")
+
+
 def shown(text: str, *, lines: bool = False) -> str:
     r"""The text with escapes, such as \x1b, for characters that a terminal obeys, that cannot be seen, or that are no text.
 
     Spaces of all scripts and joiners of letters are text. `lines`: line breaks and tabs stay.
     """
-    if text.isprintable():
-        return text
-    kept = _JOINERS + "\n\t" * lines
-    return "".join(
-        c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
-        for c in text
-    )
+    return text if text.isprintable() else text.translate(_SHOWN_LINES if lines else _SHOWN)
 
 
 def without_secrets(text: str) -> str:
