@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from hostile_runs import HARMS, usual
+from hostile_runs import HARMS, READ_BY, usual
 
 from mpitrain.cli import main
 
@@ -60,7 +60,7 @@ def run(base: Path, names: list[str]) -> None:
         folder = base / f"run-{number}" / "run"
         usual(folder)
         HARMS[name](folder)
-        for command in COMMANDS:
+        for command in READ_BY.get(name, COMMANDS):
             print(json.dumps({"name": name, "command": command} | read(words_of(command, folder, other))), flush=True)
 
 
