@@ -56,7 +56,7 @@ class TrainingState:
 
         `is_own`: it is of this run.
         """
-        work, batches = self._work, self._work.batches
+        work = self._work
         resumed = saving.load(
             source,
             work.model,
@@ -67,10 +67,18 @@ class TrainingState:
             fingerprint=work.found.fingerprint,
             seed_of=work.seed_of,
             hardware=work.hardware.described(),
-            room=batches.room,
+            room=work.batches.room,
             is_own=is_own,
         )
         self.step = resumed.step
+        self._go_on(resumed, is_own=is_own)
+        work.stepper.load_state_dict(resumed.stepper)
+        self._health.load_state_dict(resumed.health)
+        return resumed.remarks
+
+    def _go_on(self, resumed: saving.Resumed, *, is_own: bool) -> None:
+        """Go on with the data at the place of a state, or begin them anew: all ranks do the same. Adds to the remarks."""
+        batches, refused = self._work.batches, ""
         with self._comm.together():
             try:
                 batches.check_left_out(resumed.next_sample, resumed.health.get("left_out", ()))
@@ -80,12 +88,15 @@ class TrainingState:
             except ValueError as error:
                 if is_own:
                     raise ConfigError(str(error)) from None
-                batches.load(resumed.step, resumed.next_sample, {}, {})
-                resumed.remarks.append(f"the data begin anew: {error}")
-                resumed.health.pop("left_out", None)  # of the other data
-        work.stepper.load_state_dict(resumed.stepper)
-        self._health.load_state_dict(resumed.health)
-        return resumed.remarks
+                refused = str(error)
+        # A rank has looked at the shards of its own lanes alone.
+        reasons = [each for each in self._comm.all_gather_object(refused) if each]
+        if not reasons:
+            return
+        with self._comm.together():
+            batches.load(resumed.step, resumed.next_sample, {}, {})
+        resumed.remarks.append(f"the data begin anew: {reasons[0]}")
+        resumed.health.pop("left_out", None)  # of the other data
 
     def initialize(self) -> None:
         """Give the model its initial values."""
