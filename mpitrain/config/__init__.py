@@ -7,7 +7,7 @@ so that a wrong setting is reported before torch is loaded.
 from mpitrain.config.data import DataConfig, SourceConfig
 from mpitrain.config.errors import ConfigError, FolderInUseError
 from mpitrain.config.optim import OptimConfig
-from mpitrain.config.packing import packed, unpacked
+from mpitrain.config.packing import packed_settings, unpacked_settings
 from mpitrain.config.parallel import ParallelConfig
 from mpitrain.config.ranks import check_ranks
 from mpitrain.config.reading import from_flat, from_text, from_toml, of_run, parse
@@ -35,9 +35,9 @@ __all__ = [
     "has_secrets",
     "hidden",
     "of_run",
-    "packed",
+    "packed_settings",
     "parse",
     "public",
     "to_toml",
-    "unpacked",
+    "unpacked_settings",
 ]

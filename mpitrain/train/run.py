@@ -22,7 +22,7 @@ from ckpt.saving.copies import further_places
 from ckpt.storage.catalog import reason_to_keep, step_of
 from collectives.launcher import environment_of_program
 from collectives.texts import without_secrets
-from mpitrain.config import Config, ConfigError, FolderInUseError, has_secrets, packed, public, to_toml
+from mpitrain.config import Config, ConfigError, FolderInUseError, has_secrets, packed_settings, public, to_toml
 from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.marks import LOCK, is_left_behind
@@ -73,7 +73,7 @@ class Run:
         """
         if not config.train.eval_only:
             self._check_writable()
-            packed(to_toml(public(config)))  # an error here, and not at the first save
+            packed_settings(to_toml(public(config)))  # an error here, and not at the first save
         copies = config.checkpoint.copies
         self._check_places(config)
         if config.resume == "never":

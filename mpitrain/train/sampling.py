@@ -10,7 +10,7 @@ import torch
 import ckpt
 from ckpt.storage.local import in_a_line
 from ckpt.storage.places import Place
-from mpitrain.config import from_text, unpacked
+from mpitrain.config import from_text, unpacked_settings
 from mpitrain.data.tokenizers import Tokenizer, load_tokenizer
 from mpitrain.models import TransformerConfig, build, sample_tokens
 from mpitrain.train.checkpoints.meta import read_meta
@@ -31,7 +31,7 @@ def sample(
     if not prompt or num < 0:
         raise ValueError(f"expected a prompt and a number of bytes of at least 0, got {prompt!r} and {num}")
     folder = ckpt.find(path)
-    config = from_text(unpacked(read_meta(folder)["config"]), str(folder))
+    config = from_text(unpacked_settings(read_meta(folder)["config"]), str(folder))
     sizes = config.model.resolve()
     _check_fit(folder, sizes)
     data = config.data if tokenizer_file is None else replace(config.data, tokenizer=tokenizer_file)

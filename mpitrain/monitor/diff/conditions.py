@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from mpitrain.config.packing import unpacked
+from mpitrain.config.packing import unpacked_settings
 from mpitrain.files import toml_of
 from mpitrain.monitor.reading.events import typed
 from mpitrain.monitor.reading.run import RunRecord, flat_settings
@@ -151,5 +151,5 @@ def of_checkpoint(meta: Mapping[str, Any], num_ranks: int = 0) -> Conditions:
         hardware["algorithms"] = f"table {digest[:8]}"
     if isinstance(text := meta.get("config"), str):
         with suppress(ValueError):
-            settings = flat_settings(toml_of(unpacked(text)))
+            settings = flat_settings(toml_of(unpacked_settings(text)))
     return Conditions(hardware, settings)

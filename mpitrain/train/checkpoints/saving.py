@@ -21,10 +21,10 @@ from mpitrain.config import (
     ParallelConfig,
     differences,
     from_text,
-    packed,
+    packed_settings,
     public,
     to_toml,
-    unpacked,
+    unpacked_settings,
 )
 from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
@@ -99,7 +99,7 @@ def collect(
 def _conditions(config: Config, comm: Communicator, hardware: dict[str, Any]) -> dict[str, Any]:
     """What the bits of a run depend on, besides its state: a part of the meta. `mpitrain.monitor.diff.conditions` reads it."""
     return {
-        "config": packed(to_toml(public(config))),
+        "config": packed_settings(to_toml(public(config))),
         "num_ranks": comm.size,
         "collectives": comm.table.to_dict(),  # the choice of algorithms decides the order of additions
         "hardware": hardware,
@@ -145,7 +145,7 @@ def load(
     """
     meta, shapes = on_rank0(comm, lambda: _read(source))
     with comm.together():
-        saved = from_text(unpacked(meta["config"]), str(source))
+        saved = from_text(unpacked_settings(meta["config"]), str(source))
         _check_model(saved, config, source)
         if optimizer is not None and saved.optim.name != config.optim.name:
             raise ConfigError(

@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.format.manifest import encode_meta
+from mpitrain import files
 from mpitrain.config import (
     Config,
     ConfigError,
@@ -25,11 +27,13 @@ from mpitrain.config import (
     TrainConfig,
     check_ranks,
     differences,
+    from_text,
     from_toml,
-    packed,
+    packed_settings,
+    packing,
     parse,
     to_toml,
-    unpacked,
+    unpacked_settings,
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -441,18 +445,47 @@ def test_sources_are_not_for_flags() -> None:
         parse(["--data.sources", "a.tar"])
 
 
-def test_long_settings_in_a_checkpoint() -> None:
+def test_long_settings_in_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of shards may be longer than a line of a manifest. A checkpoint of a stranger has nothing that grows without end."""
-    long = "".join(f'"s3://bucket/{"d" * 80}/{number:08}", ' for number in range(60_000))
+    monkeypatch.setattr(packing, "_MOST_PACKED", 600_000)
+    monkeypatch.setattr(packing, "MOST_SETTINGS_BYTES", 3_000_000)
+    long = "".join(f'"s3://bucket/{"d" * 80}/{number:08}", ' for number in range(10_000))
     for text in ("steps = 1\n", f"[data]\npath = [{long}]\n"):
-        assert unpacked(packed(text)) == text
-        assert len(packed(text)) < 4 << 20
-    other = random.Random(0).randbytes(5_000_000).hex()
+        assert unpacked_settings(packed_settings(text)) == text
+        assert len(packed_settings(text)) < 500_000
+    other = random.Random(0).randbytes(1_000_000).hex()
     with pytest.raises(
-        ConfigError, match=r"the settings have 10,000,000 bytes, .* expected at most .*give fewer shards"
+        ConfigError, match=r"the settings have 2,000,000 bytes, .* expected at most .*give fewer shards"
     ):
-        packed(other)
-    bomb = base64.b64encode(zlib.compress(bytes(60_000_000))).decode()
+        packed_settings(other)
+    bomb = base64.b64encode(zlib.compress(bytes(6_000_000))).decode()
     for wrong in (bomb, bomb[:-8], "#", base64.b64encode(zlib.compress(b"\xff")).decode(), "é"):
         with pytest.raises(ConfigError, match="the settings in the checkpoint are damaged, or have more than"):
-            unpacked(f"zlib:{wrong}")
+            unpacked_settings(f"zlib:{wrong}")
+
+
+@pytest.mark.parametrize("path", ["\u5b57" * 9_000, "\U0001f600" * 9_000, "s3://a" * 9_000, "a, b: [{,:" * 3_000])
+@pytest.mark.parametrize("num_bytes", [250_000, 270_000, 2_500_000, 4_500_000])
+def test_settings_fit_a_line_of_a_manifest(path: str, num_bytes: int) -> None:
+    """In each script, and with the characters that its readers count."""
+    text = to_toml(Config(data=DataConfig(path=(path,) * (num_bytes // len(path.encode())))))
+    assert unpacked_settings(packed_settings(text)) == text
+    encode_meta({"config": packed_settings(text), "num_ranks": 1})
+
+
+@pytest.mark.parametrize(("num_paths", "is_accepted"), [(8_000, True), (9_900, False)])
+def test_a_run_reads_its_own_settings_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_paths: int, is_accepted: bool
+) -> None:
+    """A file may be shorter than what is written of it: without the defaults, and without blanks."""
+    monkeypatch.setattr(files, "_MOST_WORK", 20_000)
+    monkeypatch.setattr(packing, "_LONG", 1_000)
+    file = tmp_path / "a.toml"
+    file.write_text("[data]\npath=[" + ",".join(f'"/d/{number:06}.tar"' for number in range(num_paths)) + "]\n")
+    config = from_toml(file)
+    if is_accepted:
+        read = from_text(unpacked_settings(packed_settings(to_toml(config))), "a checkpoint")
+        assert read.data == config.data and to_toml(read) == to_toml(config)
+    else:
+        with pytest.raises(ConfigError, match=r"cannot be read again: it is too long.*; give fewer shards"):
+            packed_settings(to_toml(config))
