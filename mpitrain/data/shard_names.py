@@ -5,13 +5,15 @@
     s3://bucket/part#1, and files                as they are
 
 A name is the same in each launch, also if a signature is made anew. A mark is a hash of the parameters that are hidden, but for
-passwords and signatures, and only names that would be the same have one.
+passwords and signatures. Only names that would be the same have one in them, but a checkpoint keeps those of all: they tell whether an
+address is still of the same file.
 """
 
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from collectives.texts import HIDDEN, identity_of, without_secrets
 
@@ -45,39 +47,109 @@ def shard_names(paths: Sequence[str], sizes: Sequence[int]) -> list[str]:
     return names
 
 
-def places(names: Sequence[str], sizes: Iterable[int], now: Mapping[str, int], sizes_now: Sequence[int]) -> list[int]:
+def shard_marks(paths: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The marks of paths or URLs with these `names`, of `shard_names`: hashes; "" for a name that hides only users and signatures.
+
+    It is "" as well for a URL in which something is hidden already.
+    """
+    return ["" if name == path else _mark_of(path) for name, path in zip(names, paths, strict=True)]
+
+
+class Known(NamedTuple):
+    """Shards, by all that is known of their files: their names in a list, sizes in bytes, and marks, "" if one is not known."""
+
+    names: Sequence[str]
+    sizes: Sequence[int]
+    marks: Sequence[str]
+
+
+class Found(NamedTuple):
     """The places of the shards of a checkpoint in a list; -1 for one that is not there.
 
-    A name may have got a mark because a shard was added, or another one because a signature of an unknown kind was made anew. Then the
-    rest of the name and the size tell the shard, if no other one has both.
-
-    Args:
-        names, sizes: of the checkpoint.
-        now: the place of each name in the list.
-        sizes_now: of the shards in the list.
+    `unsure`: the numbers of those that are found by name and size alone.
     """
-    found = [now.get(name, -1) for name in names]
-    if -1 not in found:
-        return found
-    free = defaultdict[tuple[str, int], list[int]](list)
-    taken = set(found)
-    for name, place in now.items():
-        if place not in taken and HIDDEN in name:
-            free[_MARK.sub("", name), int(sizes_now[place])].append(place)
-    lost = defaultdict[tuple[str, int], list[int]](list)
-    for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
-        if found[index] < 0:
-            lost[_MARK.sub("", name), int(size)].append(index)
-    for key, indices in lost.items():
-        if len(indices) == len(free.get(key, ())) == 1:
-            found[indices[0]] = free[key][0]
+
+    places: list[int]
+    unsure: list[int]
+
+
+def found_again(before: Known, now: Known) -> Found:
+    """Find the shards of a checkpoint, `before`, in a list.
+
+    A name may have got a mark because a shard was added. Or a mark has changed because a signature of an unknown kind was made anew:
+    then name and size tell the shard, if no other one has both. But if a shard with the same name otherwise has kept its mark, no
+    signature was made anew, and one with another mark is another file.
+    """
+    found = Found([], [])
+    place_of = {name: place for place, name in enumerate(now.names)}
+    for index, (name, mark) in enumerate(zip(before.names, before.marks, strict=True)):
+        place = place_of.get(name, -1)
+        if place >= 0 and now.marks[place] != mark and not _MARK.search(name):
+            if mark:
+                place = -1
+            else:
+                found.unsure.append(index)
+        found.places.append(place)
+    if -1 in found.places:
+        _find_others(before, now, found)
     return found
+
+
+def _find_others(before: Known, now: Known, found: Found) -> None:
+    """Find the shards that have another name, or another mark, in the list."""
+    taken = set(found.places)
+    by_mark, by_size = defaultdict[tuple[str, str], list[int]](list), defaultdict[tuple[str, int], list[int]](list)
+    for place, (name, size, mark) in enumerate(zip(*now, strict=True)):
+        if place not in taken and (mark or HIDDEN in name):
+            by_mark[_stem(name), mark or _mark_in(name)].append(place)
+            by_size[_stem(name), int(size)].append(place)
+    lost = [index for index, place in enumerate(found.places) if place < 0]
+    for index in lost:
+        name, size, mark = (of[index] for of in before)
+        its = by_mark.get((_stem(name), mark or _mark_in(name)), []) if mark or _mark_in(name) else []
+        equal = [place for place in its if now.sizes[place] == size] or its
+        if len(equal) == 1:
+            found.places[index] = equal[0]
+    unsure, taken = set(found.unsure), set(found.places)
+    certain = {_stem(before.names[i]) for i, place in enumerate(found.places) if place >= 0 and i not in unsure}
+    alike = defaultdict[tuple[str, int], list[int]](list)
+    for index in lost:
+        if found.places[index] < 0:
+            alike[_stem(before.names[index]), int(before.sizes[index])].append(index)
+    for key, indices in alike.items():
+        free = [place for place in by_size.get(key, ()) if place not in taken]
+        if len(indices) != 1 or len(free) != 1:
+            continue
+        (index,) = indices
+        if key[0] in certain and (before.marks[index] or _mark_in(before.names[index])):
+            continue
+        found.places[index] = free[0]
+        found.unsure.append(index)
+
+
+def _stem(name: str) -> str:
+    """A name without its mark."""
+    return _MARK.sub("", name)
+
+
+def _mark_in(name: str) -> str:
+    """The mark in a name, or ""."""
+    its = _MARK.search(name)
+    return its[0].rpartition("=")[2] if its else ""
+
+
+def _mark_of(address: str) -> str:
+    identity = identity_of(address)
+    plain = identity.replace("\0\0", "?", 1).replace("\0", "&")
+    return "" if HIDDEN in address or without_secrets(plain) == plain else _hash(identity)
 
 
 def _marked(name: str, identity: str) -> str:
     """The name with a hash in it, in the form of a parameter that is no secret."""
-    mark = hashlib.blake2b(
-        identity.encode(errors="surrogateescape"), digest_size=6, person=b"mpitrain.shard"
-    ).hexdigest()
     path, fragment = (name.removesuffix(f"#{HIDDEN}"), f"#{HIDDEN}") if name.endswith(f"#{HIDDEN}") else (name, "")
-    return f"{path}{'&' if '?' in path else '?'}mark={mark}{fragment}"
+    return f"{path}{'&' if '?' in path else '?'}mark={_hash(identity)}{fragment}"
+
+
+def _hash(identity: str) -> str:
+    data = identity.encode(errors="surrogateescape")
+    return hashlib.blake2b(data, digest_size=6, person=b"mpitrain.shard").hexdigest()

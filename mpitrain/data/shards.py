@@ -26,7 +26,7 @@ from ckpt.storage.local_path import read_given
 from collectives.texts import without_secrets
 from mpitrain.data.checksums import is_checksum_list, read_checksums
 from mpitrain.data.documents import ending_of
-from mpitrain.data.shard_names import shard_names
+from mpitrain.data.shard_names import Known, shard_marks, shard_names
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -39,7 +39,8 @@ class ShardList(NamedTuple):
     """The shards of a source. `folder`: of all of them. `names`: in it, in order; `paths`: or URLs. `sizes`: bytes, int64.
 
     `checksums`: by the paths of those for which a list has one. `versions`: of remote shards, by their URLs: a text of the store that
-    differs after a shard was replaced. `token`: of this list alone, the same in all processes that have it from the one that made it.
+    differs after a shard was replaced. `marks`: see shard_marks; () is a "" for each shard. `token`: of this list alone, the same in
+    all processes that have it from the one that made it.
     """
 
     folder: str
@@ -49,20 +50,35 @@ class ShardList(NamedTuple):
     checksums: Mapping[str, bytes] = {}
     versions: Mapping[str, str] = {}
     token: str = ""
+    marks: tuple[str, ...] = ()
 
     @property
     def plain_bytes(self) -> int:
         """The bytes of `packed` before it is compressed, at most: paths are not shorter than names."""
         return 8 + sum(9 + 4 * len(path) for path in self.paths)
 
+    @property
+    def known(self) -> Known:
+        """The names, sizes and marks."""
+        return Known(self.names, self.sizes.tolist(), self.marks or ("",) * len(self.names))
+
     def packed(self) -> bytes:
-        """The names and sizes for a checkpoint. Each start reads the checksums and versions anew."""
-        names = "\0".join(self.names).encode(errors="surrogateescape")
-        return zlib.compress(np.int64(len(self.names)).tobytes() + self.sizes.astype("<i8").tobytes() + names, 6)
+        """The names, sizes and marks for a checkpoint. Each start reads the checksums and versions anew."""
+        texts = [*self.names, *(marks if any(marks := self.known.marks) else ())]
+        data = "\0".join(texts).encode(errors="surrogateescape")
+        return zlib.compress(np.int64(len(self.names)).tobytes() + self.sizes.astype("<i8").tobytes() + data, 6)
 
 
-def unpacked(data: bytes, most_bytes: int = 1 << 30) -> tuple[tuple[str, ...], np.ndarray]:
-    """The names and sizes of `packed`. ValueError if they are damaged, or need more than `most_bytes`."""
+class Unpacked(NamedTuple):
+    """What a checkpoint keeps of its shards. `marks`: see shard_marks; "" for those of earlier versions."""
+
+    names: tuple[str, ...]
+    sizes: np.ndarray
+    marks: tuple[str, ...]
+
+
+def unpacked(data: bytes, most_bytes: int = 1 << 30) -> Unpacked:
+    """The shards of `packed`. ValueError if they are damaged, or need more than `most_bytes`."""
     inflated = zlib.decompressobj()
     try:
         plain = inflated.decompress(data, most_bytes)
@@ -72,10 +88,11 @@ def unpacked(data: bytes, most_bytes: int = 1 << 30) -> tuple[tuple[str, ...], n
         what = f"has more than {most_bytes} bytes" if len(plain) == most_bytes else "is cut off"
         raise ValueError(f"data: the checkpoint's list of shards {what}")
     num = int.from_bytes(plain[:8], "little")
-    names = plain[8 + 8 * num :].decode(errors="surrogateescape").split("\0")
-    if len(plain) < 8 + 8 * num or len(names) != num:
-        raise ValueError(f"data: the checkpoint's list of shards is damaged: it has {len(names)} names, and says {num}")
-    return tuple(names), np.frombuffer(plain, "<i8", num, 8).astype(np.int64)
+    texts = plain[8 + 8 * num :].decode(errors="surrogateescape").split("\0")
+    if len(plain) < 8 + 8 * num or len(texts) not in (num, 2 * num):
+        raise ValueError(f"data: the checkpoint's list of shards is damaged: it has {len(texts)} names, and says {num}")
+    marks = tuple(texts[num:]) or ("",) * num
+    return Unpacked(tuple(texts[:num]), np.frombuffer(plain, "<i8", num, 8).astype(np.int64), marks)
 
 
 def list_shards(patterns: Sequence[str]) -> ShardList:
@@ -110,8 +127,10 @@ def list_shards(patterns: Sequence[str]) -> ShardList:
     paths = sorted(found, key=lambda path: name_of[path])
     sizes = np.array([found[path].size for path in paths], np.int64)
     versions = {path: found[path].version for path in paths if found[path].version}
-    folder, shown = in_their_folder([name_of[path] for path in paths])
-    return ShardList(folder, shown, tuple(paths), sizes, checksums, versions, secrets.token_hex(8))
+    names = [name_of[path] for path in paths]
+    folder, shown = in_their_folder(names)
+    marks = tuple(shard_marks(paths, names))
+    return ShardList(folder, shown, tuple(paths), sizes, checksums, versions, secrets.token_hex(8), marks)
 
 
 def expanded(pattern: str) -> Iterator[str]:

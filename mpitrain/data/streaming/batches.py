@@ -121,11 +121,13 @@ class DocumentBatches(Positions):
         lanes = np.asarray(tensors["lanes"])
         if lanes.size and not 0 <= lanes.min() <= lanes.max() <= _MAX_PLACE:
             raise ValueError(f"data: the checkpoint has places in the documents from {lanes.min()} to {lanes.max()}")
+        lines: list[str] = []
         sources, has_other_keys, is_earlier = [], False, earlier.is_earlier(meta["order"].get(earlier.KEY, 1))
         for index, (source, saved) in enumerate(zip(self._new.sources, meta["sources"], strict=True)):
             listed = np.asarray(tensors[f"shards/{source.name}"]).tobytes()
-            names, sizes = unpacked(listed, most_bytes=_LEAST_LIST_BYTES + 4 * source.shards.plain_bytes)
-            sources.append(source.resumed(saved, names, sizes, furthest=int(lanes[:, index, CHUNK].max())))
+            names, sizes, marks = unpacked(listed, most_bytes=_LEAST_LIST_BYTES + 4 * source.shards.plain_bytes)
+            furthest = int(lanes[:, index, CHUNK].max())
+            sources.append(source.resumed(saved, names, sizes, furthest, marks=marks, say=lines.append))
             if is_earlier:
                 earlier.check_kinds(sources[-1], names)
                 has_other_keys |= sources[-1].shards.names[: len(names)] != names
@@ -136,7 +138,7 @@ class DocumentBatches(Positions):
         self._begin(recipe)
         self._stream.load(next_sample // self.lanes, lanes)
         has_other_keys &= recipe.share != (0.0, 1.0)
-        return earlier.remarks(sources, has_other_keys=has_other_keys) if is_earlier else []
+        return lines + (earlier.remarks(sources, has_other_keys=has_other_keys) if is_earlier else [])
 
     def start_over(self) -> None:
         """Go back to the begin of the run. After `go_on`."""

@@ -1,19 +1,19 @@
 """The sources of a run: their shards, and what a checkpoint keeps of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mpitrain.data.documents import is_compressed
-from mpitrain.data.shard_names import places as places_of
-from mpitrain.data.shard_names import shard_names
+from mpitrain.data.shard_names import Known, found_again, shard_marks, shard_names
 from mpitrain.data.shards import ShardList, in_their_folder
 from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
 
 _MOST_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 4 << 20, 4 << 10
 _MANY_CHUNKS = 1 << 20  # but a run may have more if they are not small
+_MOST_SHOWN = 10  # shards in a line
 _CHUNKS_PER_LANE = 16  # in an epoch, as far as the limits of a chunk allow: else lanes are in several epochs at a time
 
 
@@ -37,10 +37,20 @@ class Source:
         chunk_bytes = min(max(wanted, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
         return Source(name, shards, chunk_bytes, ((0, len(shards.names)),), field)
 
-    def resumed(self, saved: Mapping[str, Any], names: Sequence[str], sizes: np.ndarray, furthest: int) -> "Source":
+    def resumed(
+        self,
+        saved: Mapping[str, Any],
+        names: Sequence[str],
+        sizes: np.ndarray,
+        furthest: int,
+        *,
+        marks: Sequence[str] = (),
+        say: Callable[[str], object] = lambda line: None,
+    ) -> "Source":
         """This source with the order of a checkpoint. New shards come from the epoch on that follows all of which a lane has begun.
 
-        `saved`: of `meta`. `names`, `sizes`: the shards of the checkpoint, in its order. `furthest`: the greatest chunk of a lane.
+        `saved`: of `meta`. `names`, `sizes`, `marks`: the shards of the checkpoint, in its order; without `marks` they are not known.
+        `furthest`: the greatest chunk of a lane. `say`: gets a line about shards that are found by name and size alone.
         ValueError if a shard of the checkpoint is missing, or has another size.
         """
         eras = tuple((int(first), int(count)) for first, count in saved["eras"])
@@ -49,30 +59,33 @@ class Source:
             raise ValueError(
                 f"data: the checkpoint has chunks of {chunk_bytes} bytes for {total}; no run makes so many"
             )
-        if tuple(names) == self.shards.names and np.array_equal(sizes, self.shards.sizes):  # the usual case
-            return replace(self, chunk_bytes=chunk_bytes, eras=eras)
-        now = {name: index for index, name in enumerate(self.shards.names)}
-        folder, names = _public(saved["folder"], names, sizes.tolist())
+        now, marks = self.shards.known, tuple(marks) or ("",) * len(names)
+        if (tuple(names), tuple(marks)) == (self.shards.names, tuple(now.marks)) and sizes.tolist() == now.sizes:
+            return replace(self, chunk_bytes=chunk_bytes, eras=eras)  # the usual case
+        folder, before = _public(saved["folder"], Known(names, sizes.tolist(), marks))
+        names = before.names
         # A further folder of shards makes the folder of all of them shorter.
         inside = folder.removeprefix(f"{self.shards.folder}/")
-        prefix = f"{inside}/" if inside != folder and names[0] not in now else ""
-        places = places_of([prefix + name for name in names], sizes.tolist(), now, self.shards.sizes.tolist())
-        for name, size, place in zip(names, sizes.tolist(), places, strict=True):
-            if place < 0 or self.shards.sizes[place] != size:
-                is_there = (
-                    "it is not there" if place < 0 else f"it has {self.shards.sizes[place]} bytes now, and had {size}"
-                )
+        prefix = f"{inside}/" if inside != folder and names[0] not in self.shards.names else ""
+        found = found_again(before._replace(names=[prefix + name for name in names]), now)
+        places = found.places
+        for name, size, place in zip(names, before.sizes, places, strict=True):
+            if place < 0 or now.sizes[place] != size:
+                is_there = "it is not there" if place < 0 else f"it has {now.sizes[place]} bytes now, and had {size}"
                 raise ValueError(
                     f"data: the run has read {name} of {self.name} in {self.shards.folder}, and {is_there}; put it back, or start "
                     "another run with --run"
                 )
+        if found.unsure:
+            say(_unsure(self.name, [names[index] for index in found.unsure]))
         known = set(places)
-        further = [index for index in range(len(now)) if index not in known]
+        further = [index for index in range(len(now.names)) if index not in known]
         order = places + further
         shards = self.shards._replace(
             names=(*names, *(self.shards.names[index] for index in further)),  # the keys of documents have the names
             paths=tuple(self.shards.paths[index] for index in order),
             sizes=self.shards.sizes[order],
+            marks=tuple(now.marks[index] for index in order),
         )
         before = replace(self, shards=shards, chunk_bytes=chunk_bytes, eras=eras)
         if not further:
@@ -94,8 +107,22 @@ class Source:
         return ChunkSequence(eras, seed=seed, source=self.name, chunk_bytes=self.chunk_bytes)
 
 
-def _public(folder: str, names: Sequence[str], sizes: Sequence[int]) -> tuple[str, Sequence[str]]:
-    """The folder and names of a checkpoint, as `list_shards` gives them: earlier versions kept addresses with their secrets."""
-    paths = [f"{folder}/{name}" if folder else name for name in names]
-    public = shard_names(paths, sizes)
-    return (folder, names) if public == paths else in_their_folder(public)
+def _public(folder: str, before: Known) -> tuple[str, Known]:
+    """The folder and shards of a checkpoint, as `list_shards` gives them: earlier versions kept addresses with their secrets."""
+    paths = [f"{folder}/{name}" if folder else name for name in before.names]
+    public = shard_names(paths, before.sizes)
+    if public == paths:
+        return folder, before
+    folder, names = in_their_folder(public)
+    return folder, Known(names, before.sizes, shard_marks(paths, public))
+
+
+def _unsure(source: str, names: Sequence[str]) -> str:
+    """A line about shards that are found by name and size alone."""
+    num, shown = len(names), ", ".join(names[:_MOST_SHOWN])
+    its = f"{shown} and {num - _MOST_SHOWN} more" if num > _MOST_SHOWN else shown
+    are = f"{num} shards of {source} are" if num > 1 else f"1 shard of {source} is"
+    return (
+        f"{are} known by name and size alone: {its}; hidden parameters of the addresses have changed, or the checkpoint does not have "
+        "them. If the files are others, start another run with --run"
+    )
