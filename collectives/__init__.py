@@ -8,6 +8,8 @@ The import of this package does not start MPI; `world()` does.
 
 import os
 
+from collectives import files as files
+from collectives import texts as texts  # both may have been loaded before this package, and so have no name in it
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.mesh import Mesh
 from collectives.communicator.start import world

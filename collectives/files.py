@@ -18,6 +18,7 @@ _KINDS = {
 }  # fmt: skip
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PARTIAL = ".tmp"
+_PIECE_BYTES = 1 << 20
 _swept: set[Path] = set()
 _SAFE = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # if it became another one after the look at it
 
@@ -25,15 +26,16 @@ _SAFE = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # if it became another one a
 class OddFileError(OSError):
     """What is there is no regular file, or too long: another try will not help.
 
-    `what`: "is a pipe; expected a regular file".
+    It is made as an OSError is: of a number, a text such as "it is a pipe; expected a regular file", and the path; or of one text.
     """
 
-    def __init__(self, number: int, what: str, path: str) -> None:
-        super().__init__(number, f"it {what}", path)
-        self.what = what
+    @property
+    def what(self) -> str:
+        """Of the file: "is a pipe; expected a regular file"."""
+        return (self.strerror or super().__str__()).removeprefix("it ")
 
     def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
+        return f"{self.filename}: {self.strerror}" if self.filename is not None else super().__str__()
 
 
 def open_regular(
@@ -75,17 +77,21 @@ def _check(path: str | os.PathLike[str], found: os.stat_result, most_bytes: int 
     if not stat.S_ISREG(found.st_mode):
         kind = stat.S_IFMT(found.st_mode)
         what, number = _KINDS.get(kind, "something else"), errno.ELOOP if kind == stat.S_IFLNK else errno.EINVAL
-        raise OddFileError(number, f"is {what}; expected a regular file", os.fspath(path))
+        raise OddFileError(number, f"it is {what}; expected a regular file", os.fspath(path))
     if most_bytes is not None and found.st_size > most_bytes:
-        raise OddFileError(
-            errno.EFBIG, f"has {found.st_size:,} bytes; expected at most {most_bytes:,}", os.fspath(path)
-        )
+        said = f"it has {found.st_size:,} bytes; expected at most {most_bytes:,}"
+        raise OddFileError(errno.EFBIG, said, os.fspath(path))
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int, *, links: bool = False) -> bytes:
-    """The bytes of a regular file. OSError: see `open_regular`."""
-    with open(open_regular(path, links=links, most_bytes=most_bytes), "rb") as file:
-        return file.read(os.fstat(file.fileno()).st_size)
+    """The bytes of a regular file, also of one that grows or shrinks meanwhile. OSError: see `open_regular`."""
+    with open(open_regular(path, links=links, most_bytes=most_bytes), "rb", buffering=0) as file:
+        data = bytearray()
+        while len(data) <= most_bytes and (piece := file.read(min(_PIECE_BYTES, most_bytes + 1 - len(data)))):
+            data += piece
+    if len(data) > most_bytes:
+        raise OddFileError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", os.fspath(path))
+    return bytes(data)
 
 
 def open_new(path: str | os.PathLike[str], mode: int = 0o666) -> int:
@@ -93,14 +99,16 @@ def open_new(path: str | os.PathLike[str], mode: int = 0o666) -> int:
     return os.open(path, _NEW, mode)
 
 
-def partial_of(path: Path) -> Path:
+def partial_of(path: Path, *, sweeps: bool = True) -> Path:
     """The name of this process beside `path` for a file that gets the name `path` when it is whole.
 
     The first call for a path removes the partial files of processes that have ended, as far as this is certain: those of other hosts,
     of other containers and from before a restart stay, because their process may still write. So does a file of another path.
+
+    `sweeps`: do so. It lists the folder: not on each rank of a job at once.
     """
     begin = f"{'' if path.name.startswith('.') else '.'}{path.name[:180]}.{_place()}-"
-    if path not in _swept:
+    if sweeps and path not in _swept:
         _swept.add(path)
         with suppress(OSError):
             for name in os.listdir(path.parent):

@@ -10,35 +10,34 @@ import errno
 import json
 import os
 import re
+import sys
 import tomllib
 import zlib
 from collections.abc import Iterator
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 
-def loaded(name: str) -> ModuleType:
-    """The module `collectives.<name>`, which needs the standard library alone, as a module of its own: its package needs more."""
-    package = find_spec("collectives")  # which does not import it
-    assert package is not None and package.origin is not None
-    spec = spec_from_file_location(f"{__name__}.{name}", Path(package.origin).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load_alone(name: str) -> None:
+    """Load the module `collectives.<name>`, which needs the standard library alone, without its package, which needs more.
+
+    The package is not even looked for. Each import of the module, before or after, gives the same one.
+    """
+    full_name = f"collectives.{name}"
+    if full_name not in sys.modules:
+        spec = spec_from_file_location(full_name, Path(__file__).resolve().parents[1] / "collectives" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules.setdefault(full_name, module)  # another thread may have imported it
 
 
-if TYPE_CHECKING:
-    from collectives.files import OddFileError as OddFileError
-    from collectives.files import open_new
-    from collectives.files import open_regular as open_regular
-    from collectives.files import partial_of as partial_of
-else:
-    _files = loaded("files")
-    OddFileError, open_regular = _files.OddFileError, _files.open_regular
-    open_new, partial_of = _files.open_new, _files.partial_of
+load_alone("files")
+from collectives.files import OddFileError as OddFileError  # noqa: E402
+from collectives.files import open_new, read_regular  # noqa: E402
+from collectives.files import open_regular as open_regular  # noqa: E402
+from collectives.files import partial_of as partial_of  # noqa: E402
 
 BLOCK_BYTES = 2 << 20
 """That are read at once: a short line takes ten times its length when it is decoded."""
@@ -65,13 +64,7 @@ def reading(path: Path, *, most_bytes: int | None = None) -> BinaryIO:
 
 def read(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> bytes:
     """All bytes of a file. OSError: see `open_regular`."""
-    with reading(path, most_bytes=most_bytes) as file:
-        data = bytearray()
-        while len(data) <= most_bytes and (piece := file.read(1 << 20)):
-            data += piece
-    if len(data) > most_bytes:  # it has grown meanwhile
-        raise OddFileError(errno.EFBIG, f"has more than {most_bytes:,} bytes", str(path))
-    return bytes(data)
+    return read_regular(path, most_bytes)
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
@@ -205,7 +198,9 @@ def blocks_of_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 def too_long(path: Path) -> OSError:
     """The error of a line that is too long."""
-    return OddFileError(errno.EFBIG, f"has a line of more than {MOST_LINE_BYTES:,} bytes, so it is damaged", str(path))
+    return OddFileError(
+        errno.EFBIG, f"it has a line of more than {MOST_LINE_BYTES:,} bytes, so it is damaged", str(path)
+    )
 
 
 def _unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
@@ -226,13 +221,13 @@ def _unpacked(path: Path, file: BinaryIO) -> Iterator[bytes]:
             num_bytes += len(unpacked)
             if num_bytes > most:
                 raise OddFileError(
-                    errno.EFBIG, f"unpacks to too much: more than {most:,} bytes of {num_read:,}", str(path)
+                    errno.EFBIG, f"it unpacks to too much: more than {most:,} bytes of {num_read:,}", str(path)
                 )
             yield unpacked
     except zlib.error as error:
-        raise OddFileError(errno.EINVAL, f"is damaged, or no gzip file: {error}", str(path)) from None
+        raise OddFileError(errno.EINVAL, f"it is damaged, or no gzip file: {error}", str(path)) from None
     if not member.eof:
-        raise OddFileError(errno.EINVAL, "is cut off, or no gzip file", str(path))
+        raise OddFileError(errno.EINVAL, "it is cut off, or no gzip file", str(path))
 
 
 # Writing

@@ -7,6 +7,8 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PosixPath
 
 from ckpt.format.manifest import CheckpointError, File, OutOfReachError
@@ -39,16 +41,22 @@ def open_given(path: str | os.PathLike[str], most_bytes: int | None = None) -> i
     OSError if it is missing, or ValueError if it is no regular file, or has more than `most_bytes`. A pipe is not waited for, and a
     device is not opened.
     """
-    try:
+    with _given(path):
         return safe.open_regular(path, links=True, most_bytes=most_bytes)
-    except safe.OddFileError as error:
-        raise ValueError(f"{os.fspath(path)} {error.what}") from None
 
 
 def read_given(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """The bytes of such a file. ValueError also if it has more than `most_bytes`."""
-    with open(open_given(path, most_bytes), "rb") as file:
-        return file.read(os.fstat(file.fileno()).st_size)
+    with _given(path):
+        return safe.read_regular(path, most_bytes, links=True)
+
+
+@contextmanager
+def _given(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except safe.OddFileError as error:
+        raise ValueError(f"{os.fspath(path)} {error.what}") from None
 
 
 class LocalPath(PosixPath):

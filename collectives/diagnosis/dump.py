@@ -99,7 +99,7 @@ def write_file(why: str) -> bool:
     file = RecordOutput.folder / f"rank-{RecordOutput.rank}.txt"
     try:
         RecordOutput.folder.mkdir(parents=True, exist_ok=True)
-        partial = partial_of(file)
+        partial = partial_of(file, sweeps=False)
         write_new(partial, (text(why) + stacks_text).encode(errors="backslashreplace"))
         partial.replace(file)
     except OSError as error:

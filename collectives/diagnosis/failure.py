@@ -77,15 +77,16 @@ def _also() -> Path | None:
 
 def _write(file: Path, text: str) -> bool:
     """Append a report; whether it is the first one in the file."""
-    partial = partial_of(file)
+    partial = partial_of(file, sweeps=False)
+    data = text.encode(errors="backslashreplace")  # names of files may be no text
     try:
-        write_new(partial, text.encode(errors="backslashreplace"))
+        write_new(partial, data)
         os.link(partial, file)
         return True
     except OSError:  # there is a report already, or a file system has no links
         is_first = not file.exists()
-        with open(open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as stream:
-            stream.write(text)
+        with open(open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as stream:
+            stream.write(data)
         return is_first
     finally:
         with suppress(OSError):

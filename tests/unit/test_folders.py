@@ -83,7 +83,7 @@ def test_settings_and_files_are_below_what_uses_them() -> None:
     """`config` is below `elastic` and `monitor`, and the functions that open the files of a run's folder are below all three."""
     known = modules()
     allowed = {
-        "mpitrain.files": ("collectives.files",),  # loaded without its package
+        "mpitrain.files": ("collectives.files",),  # loaded without its package first
         "mpitrain.config": (
             "mpitrain.config",
             "mpitrain.files",

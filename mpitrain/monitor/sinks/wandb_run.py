@@ -76,7 +76,9 @@ def _later_rows(path: Path, steps_done: int) -> set[str]:
     for block, _ in blocks_of_lines(path):
         found.update(line for line in block.decode(errors="replace").splitlines() if _step_of(line) > steps_done)
         if len(found) > _MOST_ROWS:
-            raise OddFileError(errno.EFBIG, f"has more than {_MOST_ROWS:,} rows after step {steps_done:,}", str(path))
+            raise OddFileError(
+                errno.EFBIG, f"it has more than {_MOST_ROWS:,} rows after step {steps_done:,}", str(path)
+            )
     return found
 
 
