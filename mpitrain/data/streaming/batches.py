@@ -57,6 +57,15 @@ class DocumentBatches(Positions):
         """The number of the source of each of these rows, without reading them."""
         return self._recipe.sources_of(self._numbers(step), rows)
 
+    def changed_names(self) -> dict[tuple[str, str], str]:
+        """The names of shards of which the keys of documents have others than in the list, by source and path."""
+        return {
+            (source.name, path): name
+            for source, new in zip(self._recipe.sources, self._new.sources, strict=True)
+            if source.shards is not new.shards
+            for path, name in zip(source.shards.paths, source.shards.names, strict=True)
+        }
+
     def states(self, step: int, rows: Sequence[int]) -> LaneStates:
         """The states after `step` steps of this rank's lanes: see Stream.state."""
         return self._stream.state(self.next_sample(step) // self.lanes, rows)
@@ -179,8 +188,22 @@ class HeldoutDocuments:
     """
 
     def __init__(self, recipe: Recipe | None, num_batches: int, open_lanes: Callable[[Recipe], OpenLanes]) -> None:
-        self.num_batches = num_batches
-        self._recipe = recipe
+        self._new, self._most, self._open_lanes = recipe, num_batches, open_lanes
+        self._begin(recipe)
+
+    def rename(self, names: Mapping[tuple[str, str], str]) -> None:
+        """Take these names of shards, by their sources and paths, for the keys of documents; the names of the list for all others.
+
+        Errors: see Recipe.check.
+        """
+        if self._new is None or self._begun is None:
+            return
+        sources = tuple(source.renamed(names) for source in self._new.sources)
+        if [its.shards.names for its in sources] != [its.shards.names for its in self._begun.sources]:
+            self._begin(replace(self._new, sources=sources))
+
+    def _begin(self, recipe: Recipe | None) -> None:
+        self.num_batches, self._begun, self._recipe = self._most, recipe, recipe
         self._rows: dict[int, Rows] = {}  # of each batch
         self._stream: Stream | None = None
         self.lacks = ""
@@ -198,7 +221,7 @@ class HeldoutDocuments:
             )
         else:
             self.batch = recipe.batch
-            self._stream = Stream(recipe, open_lanes(recipe))
+            self._stream = Stream(recipe, self._open_lanes(recipe))
 
     def get(self, index: int, rows: Sequence[int]) -> Rows:
         """Rows of evaluation batch `index`, 0 to num_batches - 1. A rank asks for the same rows each time."""

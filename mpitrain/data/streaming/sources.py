@@ -92,6 +92,12 @@ class Source:
             return before
         return replace(before, eras=(*eras, (before.sequence(0).epoch_of(furthest) + 1, len(order))))
 
+    def renamed(self, names: Mapping[tuple[str, str], str]) -> "Source":
+        """This source with these names of some shards, by the names of sources and paths."""
+        its = zip(self.shards.paths, self.shards.names, strict=True)
+        now = tuple(names.get((self.name, path), name) for path, name in its) if names else self.shards.names
+        return self if now == self.shards.names else replace(self, shards=self.shards._replace(names=now))
+
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps, besides the list of the shards."""
         eras = [list(era) for era in self.eras]

@@ -241,10 +241,13 @@ class RankBatches:
             self.train.go_on(step, next_sample)
             its = {name.removeprefix("data/"): array for name, array in tensors.items()}
             rows = rows_of(self._parts(self.train, self._num_micro)) if self._reading.leads else ()
-            return self.train.load(next_sample, meta, its, rows)
+            lines = self.train.load(next_sample, meta, its, rows)
+            self._name_heldout()
+            return lines
         else:
             self.train.go_on(step, 0)
             self.train.start_over()
+            self._name_heldout()
         return []
 
     def check_left_out(self, next_sample: int, intervals: Sequence[Interval]) -> None:
@@ -265,6 +268,12 @@ class RankBatches:
         self.train.go_on(0, 0)
         if isinstance(self.train, DocumentBatches):
             self.train.start_over()
+            self._name_heldout()
+
+    def _name_heldout(self) -> None:
+        """Split the documents by the keys that the training has: a checkpoint's names of shards need not be those of the list."""
+        if isinstance(self.train, DocumentBatches) and isinstance(self.heldout, HeldoutDocuments):
+            self.heldout.rename(self.train.changed_names())
 
     def _check_lanes(self, num_lanes: int) -> None:
         """ValueError if a lane has rows of several slices: each rank of them would read its documents."""

@@ -157,6 +157,41 @@ def test_shards_that_came_and_went(settings: Config, comm: Communicator, shared_
         resumed(longer, comm, shared_tmp / "state", 1, 7)
 
 
+@pytest.mark.ranks(2)
+def test_no_document_is_trained_on_and_held_out_after_names_have_changed(comm: Communicator, shared_tmp: Path) -> None:
+    """A further folder makes names longer, and the split follows from the names. A run that begins anew has the new ones."""
+    if comm.rank == 0:
+        for shard in ("x/0", "x/1", "y/2"):
+            (shared_tmp / shard[0]).mkdir(exist_ok=True)
+            lines = [json.dumps({"text": f"{shard}:{number:04}:{'a' * 40}"}) for number in range(300)]
+            (shared_tmp / f"{shard}.jsonl").write_text("\n".join(lines))
+    comm.barrier()
+    words = ["--data.heldout", "0.5", "--train.elastic", "true", "--data.processes", "0", "--data.packing", "whole"]
+    words += ["--model.context", "24", "--train.batch", "4", "--train.eval-batches", "60", "--data.path"]
+
+    def texts(batch: np.ndarray) -> set[bytes]:
+        """The begins of the documents in rows of whole or cut documents."""
+        return {text[:8] for row in batch.astype(np.uint8) for text in row.tobytes().split(b"\0") if b":" in text[:4]}
+
+    def seen(of: RankBatches) -> tuple[set[bytes], set[bytes]]:
+        trained = [whole(of.of_step(step)[0].tokens.numpy(), comm) for step in range(1, 40)]
+        held = [whole(of.of_evaluation(index)[0].tokens.numpy(), comm) for index in range(60)]
+        return set[bytes]().union(*map(texts, trained)), set[bytes]().union(*map(texts, held))
+
+    before = batches(parse([*words, f"{shared_tmp}/x/*.jsonl"]), comm)
+    before.of_step(0)
+    meta, tensors = before.state(1)
+    ckpt.save(shared_tmp / "state", tensors, comm=comm, meta=meta)
+    further = parse([*words, f"{shared_tmp}/?/*.jsonl"])
+    after = resumed(further, comm, shared_tmp / "state", 1, 4)
+    trained, held = seen(after)
+    assert len(trained) > 40 and len(held) > 40 and not trained & held
+    _, new = seen(batches(further, comm))
+    assert new != held
+    after.load(1, 4, {}, {})
+    assert seen(after)[1] == new
+
+
 def test_a_shard_that_some_ranks_cannot_read_is_an_error_on_all(comm: Communicator, shared_tmp: Path) -> None:
     shards = [shared_tmp / f"part-{number:02}.jsonl" for number in range(30)]
     if comm.rank == 0:
