@@ -11,6 +11,8 @@ _TIMES = (
     *("modified", "last_write_time", "mtime", "created", "ino"),
 )  # fmt: skip
 
+_AT, _WEAK = "time ", "W/"  # what versions begin with that are times, or weak ETags
+
 
 class FileInfo(NamedTuple):
     """A file. `size`: bytes. `version`: a text that differs after the file was replaced; "": the store says none."""
@@ -39,11 +41,20 @@ def version_of(entry: Mapping[str, Any]) -> str:
 
     Weak ETags come last: the servers that share the load of a web site may each have their own.
     """
-    if (etag := _first(entry, _ETAGS)) and not etag.startswith("W/"):
+    if (etag := _first(entry, _ETAGS)) and not etag.startswith(_WEAK):
         return etag.strip('"')
     if content := _first(entry, _CONTENTS):
         return content
-    return " ".join(_text(entry[key]) for key in _TIMES if entry.get(key)) or etag
+    times = " ".join(_text(entry[key]) for key in _TIMES if entry.get(key))
+    return f"{_AT}{times}" if times else etag
+
+
+def is_of_contents(version: str, size: int) -> bool:
+    """Whether two files of `size` bytes with this version, at two addresses, are the same for certain.
+
+    Times and weak ETags do not say so, and neither do ETags that are made of time and size, as those of nginx and Apache.
+    """
+    return bool(version) and not version.startswith((_AT, _WEAK)) and f"{size:x}" not in version.lower().split("-")
 
 
 def _text(time: object) -> str:

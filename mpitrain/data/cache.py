@@ -4,8 +4,8 @@ The ranks of a node share the folder. A rank that needs a shard locks its name (
 wait for the lock, and then map the same file. A shard that was not used for the longest time makes room for the next one. A rank that
 has a file mapped keeps its bytes.
 
-    FOLDER/mpitrain-shards-UID/HASH     a whole shard, unpacked. The hash is of the path or URL (if its
-                               version is known, without what is made anew: signatures), size, version or times, checksum
+    FOLDER/mpitrain-shards-UID/HASH     a whole shard, unpacked. The hash is of the path or URL (without signatures, which
+                               are made anew, if its version is of the contents), size, version or times, checksum
                                HASH.lock        its lock
                                HASH.part        while it is fetched; HASH.unpacked while it is unpacked
                                HASH.failed      why the last attempt has failed, for the ranks that waited for it
@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import ckpt
+from ckpt.storage.file_info import is_of_contents
 from collectives.files import open_regular
 from collectives.texts import identity_of, without_secrets
 from mpitrain.data.checksums import difference
@@ -82,8 +83,8 @@ class ShardCache:
         _make_private(self._folder)
         checksum = self._checksums.get(shard, b"").hex()
         version = self._version(shard)
-        # A signature that is made anew is of the same file, if a version says so.
-        file = identity_of(shard) if version and "://" in shard else shard
+        # A signature that is made anew is of the same file, if a version says so. A token may also be what tells two files apart.
+        file = identity_of(shard) if "://" in shard and is_of_contents(version, size) else shard
         name = f"{file}\0{size}\0{version}\0{checksum}".encode(errors="surrogateescape")
         path = self._folder / hashlib.blake2b(name, digest_size=16).hexdigest()
         failed, began = path.with_suffix(".failed"), time.time()

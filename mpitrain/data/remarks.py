@@ -30,9 +30,8 @@ def is_first(name: str) -> bool:
         return False
     held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        held.bind(
-            f"\0mpitrain-remark-{name}"
-        )  # the kernel lets one process have a name, and forgets it when the process ends
+        # The kernel lets one process have a name, and forgets it when the process ends.
+        held.bind(f"\0mpitrain-remark-{name}")
     except OSError as error:
         held.close()
         return error.errno != errno.EADDRINUSE

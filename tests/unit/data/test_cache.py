@@ -17,7 +17,7 @@ from launching import ROOT
 from s3_server import Fault, S3Server
 
 from ckpt import Url
-from ckpt.storage.file_info import FileInfo
+from ckpt.storage.file_info import FileInfo, version_of
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedShardError
 from mpitrain.data.shards import list_shards
@@ -117,6 +117,34 @@ def test_a_signature_that_is_made_anew_fetches_nothing(
             cache = ShardCache(tmp_path / name, versions={shard: version} if version else {})
             assert read(cache, shard, len(DATA)) == DATA
         assert len(fetched) == num, name
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"last_modified": "2026-11-28T10:00:00Z"},
+        {"mtime": 1764324000.0, "ino": 7},
+        {"ETag": 'W/"5f3a"'},
+        {"ETag": f'"692974a0-{len(DATA):x}"'},  # nginx: time and size
+        {"ETag": f'"{len(DATA):X}-6449F0A1B2C3D"'},  # Apache
+        {},
+    ],
+)
+@pytest.mark.parametrize("url", ["https://h/a.tar?token={}", "https://h/get?pass={}", "https://{}:p@h/a.tar"])
+def test_two_files_that_a_token_tells_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: dict[str, object], url: str
+) -> None:
+    """With one size and one time they are two files, unless a version of the contents says otherwise."""
+
+    def download(url: Url, path: Path, *, asks_version: bool = False) -> str:
+        path.write_bytes(DATA if "fileA" in os.fspath(url) else DATA[::-1])
+        return version_of(entry)
+
+    monkeypatch.setattr(Url, "download", download)
+    for name, data in (("fileA", DATA), ("fileB", DATA[::-1])):
+        shard = url.format(name)
+        cache = ShardCache(tmp_path, versions={shard: version_of(entry)} if entry else {})
+        assert read(cache, shard, len(DATA)) == data
 
 
 def test_a_store_that_says_two_versions_of_a_file(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 _MOST_HOPS, _MOST_BYTES = 40, 4096  # as Linux
 _WORK_OF_PART = 64  # of a name in a path, in bytes that are copied
-_WORK, _WORK_OF_LINK = (
-    1 << 26,
-    1 << 14,
-)  # of all links, and for each: a second, and 50 us. Links of honest files take a tenth
+_WORK, _WORK_OF_LINK = 1 << 26, 1 << 14
+"""Of all links, and for each: a second, and 50 us. Links of honest files take a tenth."""
 
 
 class Link(NamedTuple):
