@@ -36,8 +36,9 @@ _CALLS = {
     *("collections.OrderedDict", "collections.Counter", "__builtin__.set", "builtins.set", "builtins.complex"),
     *("__builtin__.complex", "_codecs.encode"),
 }
-_HASHING = {"collections.OrderedDict", "collections.Counter", "__builtin__.set", "builtins.set"}
 """What a pickle may call. None makes more than it is given. torch itself refuses what is neither here nor in torch."""
+_HASHING = {"collections.OrderedDict", "collections.Counter", "__builtin__.set", "builtins.set"}
+"""Those that hash what they are given."""
 
 
 def version_error(version: str) -> str | None:
@@ -119,30 +120,40 @@ def _directory(file: IO[bytes], size: int) -> tuple[int, int]:
 class _Value:
     """What following a pickle knows of a value: the name of a function or class, and the items that a copy of it has, or a hash reads.
 
-    `first`: of a tuple, the name of its first item. `is_plain`: a text, or a number of few bits; these have different hashes.
+    `hashed`: the items for which those in it count as keys. `first`: of a tuple, the name of its first item. `is_plain`: a text, or a
+    number of few bits; these have different hashes. `is_done`: it is in another value, or cannot have items, so it gets none any more.
     """
 
-    __slots__ = ("first", "is_plain", "items", "name")
+    __slots__ = ("first", "hashed", "is_done", "is_plain", "items", "name")
 
-    def __init__(self, name: str = "", items: int = 0, first: str = "", is_plain: bool = False) -> None:
-        self.name, self.items, self.first, self.is_plain = name, items, first, is_plain
+    def __init__(self, name: str = "", items: int = 0, *, is_plain: bool = False, is_done: bool = False) -> None:
+        self.name, self.items, self.hashed, self.first = name, items, items, ""
+        self.is_plain, self.is_done = is_plain, is_done
+
+    def add(self, values: Sequence["_Value"]) -> None:
+        """Put values into it. ValueError for a list or dict that is in another value already, which counts the items that it had."""
+        if self.is_done:
+            raise ValueError("its pickle fills a list or dict after its use, which torch.save does not write")
+        self.items = min(self.items + len(values) + sum(value.items for value in values), _MAX_COPIED + 1)
+        self.hashed = min(self.hashed + sum(map(_hashed, values)), _MAX_COPIED + 1)
+        for value in values:
+            value.is_done = True
 
 
 def _tuple_of(values: Sequence[_Value]) -> _Value:
-    return _Value(items=_items(values), first=values[0].name if values else "")
+    made = _Value()
+    made.add(values)
+    made.first = values[0].name if values else ""
+    return made
 
 
-def _items(values: Sequence[_Value]) -> int:
-    return min(len(values) + sum(value.items for value in values), _MAX_COPIED + 1)
+def _hashed(value: _Value) -> int:
+    """The items for which a value counts as a key."""
+    return value.hashed + (1 if value.is_plain else _OF_HASHED)
 
 
-def _hashed(keys: Sequence[_Value]) -> int:
-    """The items for which these keys of a dict count."""
-    return min(sum(key.items + (1 if key.is_plain else _OF_HASHED) for key in keys), _MAX_COPIED + 1)
-
-
-_PLAIN = _Value(is_plain=True)
-_BIG = _Value()
+_PLAIN = _Value(is_plain=True, is_done=True)
+_BIG = _Value(is_done=True)
 _LONGEST_PLAIN = 1 << 60
 _PUSHES = {
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1"),
@@ -164,7 +175,7 @@ def _follow(data: bytes) -> None:
             raise ValueError(f"its pickle has more than {_MAX_OPERATIONS} operations")
         if name in _PUSHES:
             if isinstance(argument, str | bytes) and len(argument) > _LONG:
-                stack.append(_Value(items=len(argument), is_plain=True))
+                stack.append(_Value(items=len(argument), is_plain=True, is_done=True))
             else:
                 stack.append(_BIG if isinstance(argument, int) and abs(argument) > _LONGEST_PLAIN else _PLAIN)
         elif name in ("BINGET", "LONG_BINGET"):
@@ -181,27 +192,29 @@ def _follow(data: bytes) -> None:
             if name == "TUPLE":
                 stack.append(_tuple_of(values))
             else:
-                stack[-1].items += _items(values)
-                copied += _hashed(values[::2]) if name == "SETITEMS" else 0
+                stack[-1].add(values)
+                copied += sum(map(_hashed, values[::2])) if name == "SETITEMS" else 0
         elif name in _TUPLES:
             values = [stack.pop() for _ in range(_TUPLES[name])]
             stack.append(_tuple_of(values[::-1]))
         elif name in ("APPEND", "SETITEM"):
             values = [stack.pop() for _ in range(1 if name == "APPEND" else 2)]
-            stack[-1].items += _items(values)
-            copied += _hashed(values[1:])
+            stack[-1].add(values)
+            copied += sum(map(_hashed, values[1:]))
         elif name == "GLOBAL":
             if len(argument) > _MAX_NAME:  # in which torch would search for minutes, for its message
                 raise ValueError(f"its pickle names a function or class by {len(argument)} characters")
             stack.append(_Value(argument.replace(" ", ".")))
         elif name in ("REDUCE", "NEWOBJ", "BUILD"):
             given, target = stack.pop(), stack.pop()
-            copied += given.items * (_OF_HASHED if target.name in _HASHING or given.first in _HASHING else 1)
+            copied += given.hashed if target.name in _HASHING or given.first in _HASHING else given.items
             if name != "BUILD":
                 _check_call(target.name, name)
             if target.name == _BY_TYPE:
                 _check_call(given.first, name)
-            stack.append(_Value(items=given.items))
+            made = target if name == "BUILD" else _Value()
+            made.add([given])
+            stack.append(made)
         elif name == "BINPERSID":
             stack[-1] = _Value()
         elif name not in ("PROTO", "STOP"):
