@@ -27,8 +27,8 @@ class Limits(NamedTuple):
     """In all."""
     piece_rows: int = 1 << 20
     """Decoded at a time: rows without text have no bytes."""
-    most_rows: int = 1 << 23
-    """In all."""
+    most_rows: int = 1 << 25
+    """In all: 6 to 9 bytes of memory each, and 24 while they are permuted."""
 
 
 class ParquetReader:
@@ -138,8 +138,8 @@ class ParquetReader:
             if texts.num_bytes > limits.most_bytes or texts.num > limits.most_rows:
                 raise DamagedShardError(
                     f"{self.name}, {_named(groups)}: {texts.num} rows are read at once, {before} of other row groups, and have "
-                    f"{texts.num_bytes} bytes of text; expected at most {limits.most_rows} rows of {limits.most_bytes} bytes: write "
-                    "the file with smaller row groups (row_group_size of pyarrow)"
+                    f"{texts.num_bytes} bytes of text; expected at most {limits.most_rows} rows of {limits.most_bytes} bytes in the "
+                    "row groups that begin in one part of a file: write the rows into more, smaller files"
                 )
         if (num := texts.num - before) != num_rows:
             raise DamagedShardError(

@@ -59,12 +59,13 @@ class Feed:
         """The documents of a chunk, permuted. DamagedShardError or OSError if the shard cannot be read."""
         _, shard, begin = self.sequence[chunk]
         cut = self._open.cut(shard, begin, begin + self.sequence.chunk_bytes)
-        kept = np.arange(len(cut))
+        kept = None
         if self._keeps is not None:
             kept = np.fromiter((index for index in range(len(cut)) if self._keeps(cut.key(index))), np.int64)
-        if (num := len(kept)) > 1:
-            kept = kept[permute(np.arange(num), num, keys_of(self.sequence.seed, self.name, "documents", chunk))]
-        return Documents(cut, kept)
+        order = np.arange(num := len(cut) if kept is None else len(kept))
+        if num > 1:
+            order = permute(order, num, keys_of(self.sequence.seed, self.name, "documents", chunk))
+        return Documents(cut, order if kept is None else kept[order])
 
     def is_as_before(self, chunk: int) -> bool:
         """Whether readers of version 1 gave the same documents of a chunk. Errors: see `documents`."""
