@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives.processes import age_s, stat_fields
-from collectives.texts import HIDDEN, without_secrets
+from collectives.secret_forms import HIDDEN
+from collectives.texts import without_secrets
 
 
 class _Launcher(NamedTuple):

@@ -10,7 +10,7 @@ from mpitrain.config.optim import OptimConfig
 from mpitrain.config.packing import packed_settings, unpacked_settings
 from mpitrain.config.parallel import ParallelConfig
 from mpitrain.config.ranks import check_ranks
-from mpitrain.config.reading import from_flat, from_text, from_toml, of_run, parse
+from mpitrain.config.reading import from_text, from_toml, of_run, parse
 from mpitrain.config.secrets import has_secrets, hidden, public
 from mpitrain.config.settings import CheckpointConfig, Config, LogConfig, ModelConfig, TrainConfig
 from mpitrain.config.writing import differences, to_toml
@@ -29,7 +29,6 @@ __all__ = [
     "TrainConfig",
     "check_ranks",
     "differences",
-    "from_flat",
     "from_text",
     "from_toml",
     "has_secrets",

@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from collectives.texts import HIDDEN, without_secrets
+from collectives.secret_forms import HIDDEN
+from collectives.texts import without_secrets
 from mpitrain.config.errors import ConfigError
 from mpitrain.config.secrets import ON_EVENT, public, reachable
 from mpitrain.config.settings import Config, kinds
@@ -68,11 +69,6 @@ def of_run(path: Path) -> Config:
 def from_text(text: str, source: str) -> Config:
     """Settings from the text that `to_toml` made; raises ConfigError like `parse`, with `source` in the message."""
     return _build(Config(), _read_text(text, source))
-
-
-def from_flat(settings: Mapping[str, Any], source: str) -> Config:
-    """Settings from their values by full name; raises ConfigError like `parse`, with `source` in the message."""
-    return _build(Config(), _read_document(lambda: _known(settings, source), source))
 
 
 _MAX_SAID = 1000  # characters of an error about a file

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from collectives.texts import HIDDEN, without_secrets
+from collectives.secret_forms import HIDDEN
+from collectives.texts import without_secrets
 from mpitrain.config.settings import Config, flat
 
 ON_EVENT = "log.on_event"

@@ -28,8 +28,9 @@ from pathlib import Path
 
 import ckpt
 from ckpt.storage.file_info import is_of_contents
+from collectives.addresses import identity_of
 from collectives.files import open_regular
-from collectives.texts import identity_of, without_secrets
+from collectives.texts import without_secrets
 from mpitrain.data.checksums import difference
 from mpitrain.data.documents import DamagedShardError, ending_of, is_compressed
 

@@ -15,7 +15,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from collectives.texts import HIDDEN, identity_of, without_secrets
+from collectives.addresses import identity_of
+from collectives.secret_forms import HIDDEN
+from collectives.texts import without_secrets
 
 _MARK = re.compile(r"[?&]mark=[0-9a-f]{12}(?=#|$)")
 

@@ -137,9 +137,10 @@ def _bomb(folder: Path) -> None:
 def _long_words(folder: Path) -> None:
     """Texts on which a pattern could take hours."""
     texts = ["a" * 200_000 + " x://", "://" * 80_000, ":" * 200_000 + "x://?", "x://h?" + "&;" * 100_000, "x://" + "a@" * 100_000,
-             "a-" * 100_000, "`" * 200_000, "\x1b" * 30_000]  # fmt: skip
+             "a-" * 100_000, "`" * 200_000, "\x1b" * 30_000, "-" * 100_000, "--a." * 25_000, "-" * 500_000]  # fmt: skip
     events = [
-        BEGIN | {"event": "straggler", "rank": number, "step": 5, "words": text} for number, text in enumerate(texts)
+        BEGIN | {"event": "straggler", "rank": number, "step": 5, "words": text[:100_000]}
+        for number, text in enumerate(texts)
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "failure.txt").write_text("2026\n" + "x-y://@?#" * 100_000)
@@ -241,6 +242,9 @@ HARMS: dict[str, Callable[[Path], None]] = {
         '[{"layers": {}, "others": {}, "peak": 1, "moment": "[/x]"}]}',
     ),
     "many settings": _text("config.toml", "".join(f"[a{number}]\nb = 1\n" for number in range(20_000))),
+    "dashes": _text(
+        "config.toml", "[data]\npath = [" + ", ".join([f'"{"-" * 99_999}"'] * 5 + [f'"{"--a." * 24_999}"']) + "]\n"
+    ),
     "an address in an address": _text("config.toml", f'[data]\npath = ["{"x://u:p@" * 12_000}"]\n'),
     "many figures": _text("metrics.jsonl", json.dumps({"step": 1} | {f"a{number}": 1 for number in range(100_000)}) + "\n"),
     "many short events": _text("events.jsonl", '{"event": "x", "step": 1}\n' * 100_000),

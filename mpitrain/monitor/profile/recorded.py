@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import RenderableType
 
 from collectives.bench.kit.tables import plural
-from mpitrain.config import Config, from_flat
+from mpitrain.config import Config, of_run
 from mpitrain.files import read
 from mpitrain.monitor.profile.advice import Advised, advised
 from mpitrain.monitor.profile.fitting import Figures, figures_of
@@ -175,7 +175,7 @@ def _config(record: RunRecord, notes: list[str]) -> Config | None:
     if not record.settings:
         return None
     try:
-        return from_flat(record.settings, str(record.folder / SETTINGS))
+        return of_run(record.folder / SETTINGS)  # those of the record are texts to be shown
     except ValueError as error:
         notes.append(f"what to try: {error}")
         return None

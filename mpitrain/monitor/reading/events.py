@@ -4,25 +4,31 @@ import datetime
 import functools
 import math
 import os
-from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
-from collectives.texts import shown, without_secrets
+from collectives.texts import may_have_secrets, shown, without_secrets
 from mpitrain.files import MOST_LINE_BYTES, MOST_LINES_BYTES, json_of, reading, too_long
 from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE, MOST_RANKS, MOST_STEP, MOST_TIME_S
 from mpitrain.monitor.reading.words import damaged
 from mpitrain.monitor.record.events import NAME
 
 MOST_EVENTS, _MOST_BYTES = 20_000, 16 << 20
-"""Of more events, or of longer lines together, the last ones are kept."""
+"""Of more events, or of longer lines together, the last ones are kept, and the last begin before them."""
+_BEGIN = b'"begin"'
+_MOST_EARLIER_BYTES = 64 << 20
+"""In which that begin is looked for. That of a longer record is looked for in its first _MOST_LINE_BYTES, too."""
+_MOST_TRIES = 1000
+"""Lines that have the word and are other events."""
 _MOST_LINE_BYTES = 4 << 20
 """Of an event; the begin of 100,000 ranks has 3 MB."""
 _MOST_FACTS = 200
 """Of the environment; a run tells about twenty."""
-_MOST_WORDS, _LONGEST, _SHORT = 10_000, 1_000_000, 100
+_MOST_WORDS, _LONGEST, _SHORT = 10_000, 100_000, 100
 """Characters of a text, such as the report of a failure."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
@@ -59,11 +65,13 @@ _OF_KINDS: dict[tuple[str, str], Any] = {("begin", "ranks"): _Count, ("spike", "
 def read_events(folder: Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
     """The events of a run, oldest first; a last line that was cut by a crash is left out. Empty without a file. OSError.
 
+    Of a long record these are the last ones, and before them the last begin of the others: it tells ranks, hosts and environment.
+
     `notes`: gets a line about damaged lines.
     """
-    events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+    events: list[dict[str, Any]] = []
     num_damaged = 0
-    lines, is_torn = _last_lines(folder / NAME)
+    lines, is_torn, earlier = _last_lines(folder / NAME)
     for number, line in enumerate(lines, 1):
         try:
             found = json_of(line) if len(line) <= _MOST_LINE_BYTES else None
@@ -75,28 +83,70 @@ def read_events(folder: Path, notes: list[str] | None = None) -> list[dict[str, 
             num_damaged += not (is_torn and number == len(lines))
     if num_damaged and notes is not None:
         notes.append(damaged(NAME, num_damaged))
-    return list(events)
+    return events if earlier is None else [typed(earlier), *events]
 
 
-def _last_lines(path: Path) -> tuple[list[bytes], bool]:
-    """The last lines that are not empty, and whether the last one is incomplete. None without a file."""
+def _last_lines(path: Path) -> tuple[list[bytes], bool, dict[str, Any] | None]:
+    """The last lines that are not empty, whether the last one is incomplete, and the last begin before them. None without a file."""
     try:
         file = reading(path, most_bytes=MOST_LINES_BYTES)
     except FileNotFoundError:
-        return [], False
+        return [], False, None
     with file:
         begin = max(file.seek(0, os.SEEK_END) - _MOST_BYTES, 0)
         file.seek(begin)
         data = bytearray()
         while len(data) < _MOST_BYTES and (piece := file.read(_MOST_BYTES - len(data))):
             data += piece
-    if begin:  # within a line
-        del data[: data.find(b"\n") + 1]
-    is_torn = not data.endswith(b"\n")
-    lines = [bytes(line) for line in data.rsplit(b"\n", MOST_EVENTS + 1)[-MOST_EVENTS - 1 :] if line]
-    if any(len(line) > MOST_LINE_BYTES for line in lines):
-        raise too_long(path)
-    return lines, is_torn
+        if begin:  # within a line
+            first = data.find(b"\n") + 1
+            begin += first
+            del data[:first]
+        is_torn = not data.endswith(b"\n")
+        parts = data.rsplit(b"\n", MOST_EVENTS + 1)
+        kept = parts[-MOST_EVENTS - 1 :]
+        lines = [bytes(line) for line in kept if line]
+        if any(len(line) > MOST_LINE_BYTES for line in lines):
+            raise too_long(path)
+        end = begin + len(data) - sum(map(len, kept)) - len(kept) + 1
+        return lines, is_torn, _last_begin(file, end)
+
+
+def _last_begin(file: BinaryIO, end: int) -> dict[str, Any] | None:
+    """The last event "begin" that ends before a place in the file; None without one."""
+    tries = iter(range(_MOST_TRIES))
+    after, block = b"", 4 << 20
+    for at in range(end, max(end - _MOST_EARLIER_BYTES, 0), -block):
+        first = max(at - block, 0)
+        data = _bytes_of(file, first, at) + after
+        if (found := _begin_in(data, tries, is_whole=not first)) is not None:
+            return found
+        after = data[: data.find(b"\n") + 1][:_MOST_LINE_BYTES]  # the end of a line of the block before
+    is_left = end > _MOST_EARLIER_BYTES
+    return _begin_in(_bytes_of(file, 0, min(_MOST_LINE_BYTES, end)), tries, is_whole=True) if is_left else None
+
+
+def _begin_in(data: bytes, tries: Iterator[int], *, is_whole: bool) -> dict[str, Any] | None:
+    """The last "begin" among the lines of a part of the file. is_whole: the part begins with a line."""
+    at = len(data)
+    while (at := data.rfind(_BEGIN, 0, at)) >= 0 and next(tries, None) is not None:
+        first, last = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
+        if last < 0 or (first == 0 and not is_whole):
+            continue
+        with suppress(ValueError):
+            found = json_of(data[first:last])
+            if isinstance(found, dict) and found.get("event") == "begin":
+                return found
+        at = first
+    return None
+
+
+def _bytes_of(file: BinaryIO, first: int, end: int) -> bytes:
+    file.seek(first)
+    data = bytearray()
+    while len(data) < end - first and (piece := file.read(end - first - len(data))):
+        data += piece
+    return bytes(data)
 
 
 def typed(event: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +173,9 @@ def _readable(value: Any) -> Any:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, list):
-        return value if _is_plain("".join(value)) else [_text(each) for each in value]
+        together = "".join(value)
+        is_plain = together.isprintable() and not may_have_secrets(together)
+        return value if is_plain else [_text(each) for each in value]
     if isinstance(value, dict):
         return {_text(name): _readable(each) for name, each in value.items()}
     return _readable(msgspec.structs.asdict(value)) if isinstance(value, msgspec.Struct) else value
@@ -147,11 +199,6 @@ def _text(text: str) -> str:
 def _short_text(text: str) -> str:
     """Many events have the same ones, and the look for secrets takes some microseconds."""
     return without_secrets(shown(text, lines=True))
-
-
-def _is_plain(text: str) -> bool:
-    """Whether it has no characters to be shown otherwise, and nothing that may be a secret."""
-    return text.isprintable() and without_secrets(text) == text
 
 
 def seconds_of(text: Any) -> float:

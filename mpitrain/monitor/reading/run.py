@@ -6,6 +6,7 @@ missing, and lines may be torn.
 
 import functools
 import gc
+import hashlib
 import math
 import os
 import re
@@ -281,7 +282,8 @@ def flat_settings(document: Mapping[str, Any]) -> dict[str, Any]:
 def _readable(value: Any) -> Any:
     if isinstance(value, str):
         if len(value) > _LONGEST:  # a part of it may be a part of a secret
-            return f"(a text of {len(value):,} characters)"
+            digest = hashlib.sha256(value.encode(errors="surrogatepass")).hexdigest()[:8]  # two runs may be compared
+            return f"(a text of {len(value):,} characters, sha256 {digest})"
         return without_secrets(shown(value))
     if isinstance(value, list):
         return [_readable(each) for each in value]

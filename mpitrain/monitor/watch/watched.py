@@ -51,7 +51,7 @@ class Watched:
         self._step_seen_at: float | None = None  # by the monotonic clock: a step that this process saw to arrive
         self._lock_seen_at: float | None = None
         self._is_first = True
-        self._num_events = 0
+        self._begins: list[dict[str, Any]] = []  # the last one
         self._damaged: list[str] = []  # a note about events
         self.settings: dict[str, Any] = {}
         """By full name, such as train.steps."""
@@ -118,9 +118,11 @@ class Watched:
     def _read_events(self) -> None:
         self._damaged = []
         events = read_events(self.folder, self._damaged)
-        if any(event.get("event") == "begin" for event in events[self._num_events :]):
+        begins = [event for event in events if event.get("event") == "begin"][-1:]
+        if begins != self._begins:
             self.pace.forget()  # the time between two jobs is no time of a step
-        self.events, self._num_events = events[-_EVENTS:], len(events)
+        self._begins, last = begins, events[-_EVENTS:]
+        self.events = last if not begins or begins[0] in last else begins + last
 
     def _read_checkpoints(self) -> None:
         steps = checkpoint_steps(self.folder)

@@ -7,6 +7,9 @@ import pytest
 
 from mpitrain.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.cli import main
+from mpitrain.config import Config
+from mpitrain.monitor.profile import recorded as recorded_run
+from mpitrain.monitor.reading.run import read_run
 from mpitrain.monitor.record.events import write_event
 
 SETTINGS = """
@@ -65,6 +68,22 @@ def test_what_fits_is_judged_by_the_memory_of_the_run(tmp_path: Path, capsys: py
     )
     assert told not in little + much
     assert "No other layout that fits the memory" in little and "--train.accumulate 1 (micro-batches of 4" in much
+
+
+def test_the_settings_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts as they are, and not as they are shown, and without secrets."""
+    folder = record(tmp_path / "a")
+    text = SETTINGS.replace("[train]", f'[train]\nsample_prompt = "a\\tb{"x" * 200_000}"') + (
+        '[data]\npath = ["a\\tb.jsonl", "https://u:p@h/a.jsonl"]\n[log]\non_event = "S3CRET"\n'
+    )
+    (folder / "config.toml").write_text(text)
+    given: list[Config] = []
+    advised = recorded_run.advised
+    monkeypatch.setattr(recorded_run, "advised", lambda config, *words: given.append(config) or advised(config, *words))
+    recorded_run.recorded(read_run(folder))
+    (config,) = given
+    assert config.data.path == ("a\tb.jsonl", "https://***@h/a.jsonl") and config.log.on_event is None
+    assert config.train.sample_prompt.startswith("a\tbx") and len(config.train.sample_prompt) > 200_000
 
 
 def profile(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -8,6 +8,8 @@ import pytest
 
 from mpitrain import files
 from mpitrain.bench.monitoring.recorded_runs import BEGAN, write_run
+from mpitrain.monitor.reading import events as reading_events
+from mpitrain.monitor.reading.events import read_events
 from mpitrain.monitor.reading.run import read_run
 from mpitrain.monitor.reading.smoothing import smoothed
 
@@ -93,6 +95,49 @@ def test_an_event_without_a_step_belongs_to_the_last_step_before_it(tmp_path: Pa
         file.write(json.dumps({"time": f"{stamp}+00:00", "event": "relaunch"}) + "\n")
         file.write(json.dumps({"time": "2001-01-01T00:00:00+00:00", "event": "early"}) + "\n")
     assert [event.step for event in read_run(folder).events[-2:]] == [30, 0]
+
+
+@pytest.mark.parametrize("beside", [[], ["node1"], ["node1", "x--y"], ["task-1"] * 3])
+def test_a_secret_among_hosts_is_hidden(tmp_path: Path, beside: list[str]) -> None:
+    """Also one that would be none if the names stood together."""
+    secrets = ["hf_S3CRETabcdefghijklmnopqrstuvwxyz01", "x://u:p S3CRET@h", "API_KEY=S3CRET01"]
+    for number, secret in enumerate(secrets):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        begin = {"event": "begin", "hosts": [*beside, secret, "node2"], "environment": {"a": secret}, "device": secret}
+        (folder / "events.jsonl").write_text(json.dumps(begin) + "\n")
+        (event,) = read_events(folder)
+        assert "S3CRET" not in str(event) and event["hosts"][:-2] == beside and event["hosts"][-1] == "node2"
+
+
+@pytest.mark.parametrize("num_after", [0, 5, 6, 7, 500])
+@pytest.mark.parametrize("length", [1, 300])
+def test_the_last_begin_before_the_events_that_are_read_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_after: int, length: int
+) -> None:
+    """Within the bytes that are read, before them, and in the first ones of a record of which not all is looked through."""
+    monkeypatch.setattr(reading_events, "MOST_EVENTS", 6)
+    monkeypatch.setattr(reading_events, "_MOST_BYTES", 3000)
+    monkeypatch.setattr(reading_events, "_MOST_EARLIER_BYTES", 50_000)
+    begins = [{"event": "begin", "step": 0, "ranks": ranks, "hosts": ["a", "b"]} for ranks in (9, 2)]
+    other = {"event": "save", "step": 1, "source": "begin", "words": "x" * length}
+    lines = [begins[0], other, begins[1], *[other | {"step": step} for step in range(num_after)]]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    run = read_run(tmp_path)
+    begin = run.last("begin")
+    assert begin is not None and begin.fields["ranks"] == run.num_ranks == 2 and begin.fields["hosts"] == ["a", "b"]
+    steps = [event.step for event in run.events if event.kind == "save"]
+    assert steps[-5:] == [1, *range(num_after)][-5:] and len(run.events) <= 7
+
+
+def test_long_texts_of_settings_are_compared(tmp_path: Path) -> None:
+    found = []
+    for letter in "ab":
+        (tmp_path / letter).mkdir()
+        (tmp_path / letter / "config.toml").write_text(f'[data]\ntokenizer = "{"x" * 200_000}{letter}"\n')
+        found.append(read_run(tmp_path / letter).settings["data.tokenizer"])
+    assert found[0] != found[1] and all(len(text) < 100 for text in found)
 
 
 def test_a_folder_of_no_run(tmp_path: Path) -> None:
