@@ -6,6 +6,7 @@ the text is. Secrets in addresses are in `addresses.py`. Pure, of the standard l
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from collectives.secret_tokens import TOKENS, Form, has_all_kinds
 
@@ -133,11 +134,11 @@ def hidden(text: str) -> str:
     lower = text.lower()
     for words, pattern, check in _COMPILED:
         if any(word in lower for word in words):
-            text = pattern.sub(lambda found, check=check: _hidden(found, check), text)
+            text = pattern.sub(partial(_hidden, check), text)
     return text
 
 
-def _hidden(found: re.Match[str], check: Callable[[str], bool] | None) -> str:
+def _hidden(check: Callable[[str], bool] | None, found: re.Match[str]) -> str:
     if check is not None and not check(found["secret"]):
         return found[0]
     begin, end = (at - found.start() for at in found.span("secret"))

@@ -388,7 +388,7 @@ def test_honest_texts_stay() -> None:
 def test_names_of_files_that_begin_as_tokens_stay() -> None:
     draw = random.Random(0)
     names = []
-    for _ in range(10_000):
+    for _ in range(3000):
         digest, number = f"{draw.getrandbits(160):040x}", str(uuid.UUID(int=draw.getrandbits(128)))
         words = draw.choices(WORDS, k=draw.randint(1, 9)) + draw.choice([[], [], [digest], [digest[:7]], [number]])
         name = draw.choice(BEGINNINGS) + draw.choice(["_", "-", "__", "/"]).join(words)
@@ -414,14 +414,14 @@ def test_the_examples_of_a_form(form: Form) -> None:
 
 
 def test_tokens_that_are_drawn_are_hidden() -> None:
-    """Of a thousand tokens of each service, a few look like words."""
+    """Of 300 tokens of each service, a few look like words."""
     draw = random.Random(0)
     letters, all_ = string.ascii_letters, string.ascii_letters + string.digits
     kinds = {"hf_": (letters, 34), "sk-": (all_, 48), "sk-proj-": (all_ + "-_", 156), "ghp_": (all_, 36), "npm_": (all_, 36),
              "github_pat_": (all_, 82), "sk-or-v1-": ("0123456789abcdef", 64), "xoxb-1234567890-1234567890-": (all_, 24)}  # fmt: skip
     for begin, (characters, num) in kinds.items():
-        tokens = [begin + "".join(draw.choices(characters, k=num)) for _ in range(1000)]
-        assert sum(without_secrets(token) == token for token in tokens) <= 20, begin
+        tokens = [begin + "".join(draw.choices(characters, k=num)) for _ in range(300)]
+        assert sum(without_secrets(token) == token for token in tokens) <= 6, begin
 
 
 def test_long_texts_take_little_time() -> None:
