@@ -76,7 +76,7 @@ FAULTY_READERS: list[tuple[str, type, str, Callable[..., object]]] = [
     ("targets.json_lines", LinesCut, "__len__", without_the_last),
     ("targets.json_lines", LinesReader, "_text_of_python", lambda self, line, error: "x"),
     ("targets.tar_shards", Extents, "read", with_another_hole),
-    ("targets.tar_shards", TarReader, "cut", lambda self, begin, end: TarCut(self, [], *[[]] * 4)),
+    ("targets.tar_shards", TarReader, "cut", lambda self, begin, end: TarCut(self, [], *[[]] * 4, (0, 0))),
 ]
 
 

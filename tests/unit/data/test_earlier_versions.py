@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,57 @@ def test_shards_that_are_read_otherwise(tmp_path: Path, name: str) -> None:
         go_on_after_each_step()
     assert "start another run with --run, and --resume CHECKPOINT for its weights" in str(raised.value)
     assert resumed(run, batches(tmp_path, name[:-1] + "?", context=700), step, version=2) == []
+
+
+def read_by_version_1(data: bytes, begin: int, end: int) -> list[tuple[bytes, list[bytes]]]:
+    """The samples of a part of a tar file: hidden files were samples as others, and links were none."""
+    found: list[tuple[int, bytes, list[bytes]]] = []
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive.getmembers():
+            if not member.isreg():
+                continue
+            folder, slash, name = member.name.rpartition("/")
+            key, file = f"{folder}{slash}{name.partition('.')[0]}".encode(), archive.extractfile(member)
+            assert file is not None
+            if not found or found[-1][1] != key:
+                found.append((member.offset, key, []))
+            found[-1][2].append(file.read())
+    return [(key, texts) for at, key, texts in found if begin <= at < end]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_of_tar_files_that_are_read_as_before(tmp_path: Path, seed: int) -> None:
+    draws, file, num_same = random.Random(seed), io.BytesIO(), 0
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for number in range(40):
+            names = [f"{number:03}.{part}" for part in draws.sample("abc", draws.randint(1, 3))]
+            kinds = [tarfile.SYMTYPE if number and draws.random() < 0.05 else tarfile.REGTYPE for _ in names]
+            if draws.random() < 0.1:
+                at = draws.randint(0, len(names))
+                names.insert(at, f".{number}.hidden")
+                kinds.insert(at, tarfile.REGTYPE)
+            for name, kind in zip(names, kinds, strict=True):
+                info, text = tarfile.TarInfo(name), f"{name} " * draws.randint(1, 90)
+                info.type, info.size, info.linkname = kind, len(text) * (kind == tarfile.REGTYPE), "000.z"
+                archive.addfile(info, io.BytesIO(text.encode()))
+        archive.addfile(tarfile.TarInfo("zzz.z"))
+    (tmp_path / "a.tar").write_bytes(data := file.getvalue())
+    reader = open_shard(tmp_path / "a.tar", "a.tar", "tar")
+    for _ in range(60):
+        begin = draws.randrange(0, len(data), 512)
+        end = begin + 512 * draws.randint(1, 16)
+        cut = reader.cut(begin, end)
+        if cut.is_as_before():
+            expected, num_same = read_by_version_1(data, begin, end), num_same + bool(len(cut))
+            assert [(cut.key(index), list(cut.parts(index).values())) for index in range(len(cut))] == expected  # type: ignore[attr-defined]
+    assert num_same >= 5 and not reader.cut(0, len(data)).is_as_before()
+
+
+def test_a_hidden_file_far_ahead_does_not_stop_a_run(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar((".hidden.txt", {})))
+    run = batches(tmp_path, "a.ta?")
+    run.get(0, range(4))
+    assert len(resumed(run, batches(tmp_path, "a.ta?"), 1)) == 1
 
 
 def test_a_chunk_that_no_lane_has_begun_may_have_changed(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ class Entries(NamedTuple):
     the first header about each is, which may be one before its own.
 
     `long_names`: those that are not in the file's own header, by the place of the header. `odd`: of sparse files and of links, those
-    whose bytes are no neighbours: the pieces, or why there are none. `links`: where links lead to. `is_as_before`: see Cut.
+    whose bytes are no neighbours: the pieces, or why there are none. `links`: where links lead to. `changed`: the `starts`
+    of the entries that readers of version 1 took otherwise, those left out here included.
     """
 
     names: list[bytes]
@@ -45,7 +46,7 @@ class Entries(NamedTuple):
     odd: Mapping[int, Extents | str]
     links: Mapping[int, Place]
     remark: str
-    is_as_before: bool = True
+    changed: np.ndarray = np.empty(0, np.int64)
 
     def kept(self, is_kept: np.ndarray) -> "Entries":
         """Some of the files. `is_kept`: bool, of each."""
@@ -89,11 +90,13 @@ def entries_of(file: MappedFile, begin: int, end: int, links: Mapping[int, Place
             folders = [found.name(file, header) for header in members.headers[_IS_FOLDER[kind]].tolist()]
             found = found._replace(links=_places(file, members, found, is_link, folders))
         found = _followed(found, np.flatnonzero(is_link).tolist(), left_out)
-    with_hidden, num_plain = len(found.names), int(np.count_nonzero(~is_link))
-    found = _without_hidden(file, found, left_out)
-    is_as_before = not members.maps and with_hidden == len(found.names) == num_plain
+    others = {*members.maps, *headers[is_link].tolist()}
+    with_hidden, found = found, _without_hidden(file, found, left_out)
+    if others or found is not with_hidden:
+        is_changed = np.isin(with_hidden.headers, list(others)) | ~np.isin(with_hidden.headers, found.headers)
+        found = found._replace(changed=with_hidden.starts[is_changed])
     is_open = not members.is_ended and end == file.size
-    return found._replace(remark=_remark(file, left_out, is_open), is_as_before=is_as_before)
+    return found._replace(remark=_remark(file, left_out, is_open))
 
 
 def _places(

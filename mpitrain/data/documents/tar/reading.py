@@ -70,6 +70,8 @@ class TarReader:
         firsts = self._firsts[first : last + 1]
         files = slice(firsts[0], firsts[-1])
         begins = self.entries.begins[files]
+        before = begin  # an entry of this sample may have hidden where one began
+        after = max(end, int(self.begins[last]) if last < len(self.begins) else self.file.size)
         return TarCut(
             self,
             self._keys[first:last],
@@ -77,6 +79,7 @@ class TarReader:
             begins.tolist(),
             (begins + self.entries.sizes[files]).tolist(),
             (firsts - firsts[0]).tolist(),
+            (before, after),
         )
 
     def close(self) -> None:
@@ -87,7 +90,8 @@ class TarReader:
 class TarCut:
     """Neighbouring samples of a tar file. See Cut.
 
-    `headers`, `begins`, `ends`: of their files. `firsts`: the first file of each sample, and the end of the last one.
+    `headers`, `begins`, `ends`: of their files. `firsts`: the first file of each sample, and the end of the last one. `around`: a byte
+    before the samples, and one after all of their files, between which readers of version 1 found the same samples or others.
     """
 
     def __init__(
@@ -98,8 +102,9 @@ class TarCut:
         begins: list[int],
         ends: list[int],
         firsts: list[int],
+        around: tuple[int, int],
     ) -> None:
-        self._reader, self._keys, self._firsts = reader, keys, firsts
+        self._reader, self._keys, self._firsts, self._around = reader, keys, firsts, around
         self._headers, self._begins, self._ends = headers, begins, ends
         self._bytes = reader.file.bytes
         self._is_plain = reader.part is None and reader.is_plain
@@ -129,8 +134,9 @@ class TarCut:
         raise DamagedSampleError(f"{self.where(index)}: expected a part {wanted.decode()!r}, got [{got}{more}]")
 
     def is_as_before(self) -> bool:
-        """Whether readers of version 1 gave the same samples of the whole tar file."""
-        return self._reader.entries.is_as_before
+        """Whether readers of version 1 gave the same samples."""
+        begin, end = np.searchsorted(self._reader.entries.changed, self._around).tolist()
+        return bool(begin == end)
 
     def parts(self, index: int) -> dict[str, bytes]:
         """The parts of a sample by what follows the first dot of their names.
