@@ -19,9 +19,9 @@ class Limits(NamedTuple):
     page_bytes: int = 5 << 28
     """Of a page, which is decoded as a whole, in three times its memory. pyarrow writes at least 1024 rows into a page: 1 GiB of texts
     of 1 MiB."""
-    piece_bytes: int = 256 << 20
+    piece_bytes: int = 64 << 20
     """Decoded at a time, if the pages are smaller."""
-    held_bytes: int = 512 << 20
+    held_bytes: int = 256 << 20
     """In memory. What is more goes into a temporary file."""
     most_bytes: int = 8 << 30
     """In all."""

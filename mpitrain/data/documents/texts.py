@@ -19,6 +19,7 @@ class _Piece(NamedTuple):
     memory: memoryview | None  # None: the bytes are in the file
 
 
+_LARGE = 4 << 20
 _NONE = _Piece(0, 0, memoryview(b""), None, None)
 
 
@@ -47,6 +48,8 @@ class Texts:
         if self.num_bytes + last - first > self._held_bytes:
             at = self._write(data[first:last])
             begins, memory = begins.astype(np.int64) + (at - first), None
+        elif len(data) > _LARGE:  # a buffer that grew as it was filled takes up to twice as much
+            memory = memoryview(bytes(data))
         after = self.num + len(begins) - 1
         self._pieces.append(_Piece(self.num, after, begins.data, missing, memory))
         self._firsts.append(self.num)
