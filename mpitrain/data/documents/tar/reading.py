@@ -70,7 +70,7 @@ class TarReader:
         firsts = self._firsts[first : last + 1]
         files = slice(firsts[0], firsts[-1])
         begins = self.entries.begins[files]
-        before = begin  # an entry of this sample may have hidden where one began
+        before = int(self.begins[first - 1]) if first else 0  # an entry of this sample may have hidden where one began
         after = max(end, int(self.begins[last]) if last < len(self.begins) else self.file.size)
         return TarCut(
             self,
