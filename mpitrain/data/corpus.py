@@ -104,7 +104,9 @@ def scan(
     if not files:
         where = ", ".join(paths) or _STDLIB
         wanted = f"files ending in {', '.join(suffixes)}" if suffixes else "text files"
-        raise ValueError(f"data.path: expected {wanted} that are not empty, found none in {where}")
+        raise ValueError(
+            "; ".join([f"data.path: expected {wanted} that are not empty, found none in {where}", *remarks])
+        )
     digest = hashlib.blake2b(f"{heldout!r}".encode(), digest_size=16)
     for file in files:
         digest.update(f"{file.name}\0{file.file_bytes}\0".encode(errors="surrogateescape"))
@@ -172,11 +174,11 @@ def _list_files(
         for name, path, size, is_json in found:
             if not os.access(path, os.R_OK):
                 raise ValueError(f"data.path: {path} cannot be read: permission denied")
-            if size:  # a file that two paths reach counts once
-                real = os.path.realpath(path)
-                files.setdefault(real, Piece(name, path, size, 0, size))
-                of_json |= {real: path} if is_json else {}
-    json_bytes = sum(files[real].file_bytes for real in of_json)
+            if size:  # a name that two of the paths reach counts once; a link is another name
+                full = os.path.join(os.path.realpath(path.parent), path.name)
+                files.setdefault(full, Piece(name, path, size, 0, size))
+                of_json |= {full: path} if is_json else {}
+    json_bytes = sum(files[full].file_bytes for full in of_json)
     if 2 * json_bytes > sum(file.file_bytes for file in files.values()):  # settings in JSON are beside most programs
         remarks.append(json_remark(list(of_json.values())))
     return list(files.values())

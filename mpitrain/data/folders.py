@@ -1,6 +1,7 @@
 """The files of a folder of text: which of them are taken, and which links are followed.
 
-Hidden files and folders and `__pycache__` are left out, and links to folders are not followed. A link to a file that is not in the
+Hidden files and folders and `__pycache__` are left out, and links to folders are not followed. Each name is a file of its own: so a
+file of which the folder has a link, too, comes twice. A link to a file that is not in the
 folder is an error: a folder of a stranger could name any file of the machine. One layout of such links is known, the cache of the
 Hugging Face hub:
 
@@ -58,9 +59,13 @@ def files_of(
         ValueError: links that lead out of the folder, a file that cannot be read, or more bytes in shards of documents than in texts.
     """
     links = _Links(root)
-    found = sorted(file for file in _walk(root, skipped, links, suffixes) if file.size)
+    others = list[str]()
+    found = sorted(file for file in _walk(root, skipped, links, suffixes, others) if file.size)
     links.check(say, follow_links)
-    return [file.looked_into(head) for file, head in _heads(found)] if suffixes else _texts(root, found, field, say)
+    if suffixes:
+        _say_others(root, others, say)
+        return [file.looked_into(head) for file, head in _heads(found)]
+    return _texts(root, found, others, field, say)
 
 
 def _head_of(path: Path) -> bytes:
@@ -133,7 +138,11 @@ class _Links:
         return real.parent.name == "blobs" and self._real.is_relative_to(real.parent.parent / "snapshots")
 
 
-def _walk(root: Path, skipped: frozenset[str], links: _Links, suffixes: tuple[str, ...]) -> Iterator[TextFile]:
+def _walk(
+    root: Path, skipped: frozenset[str], links: _Links, suffixes: tuple[str, ...], others: list[str]
+) -> Iterator[TextFile]:
+    """The files, also empty ones. `others` gets the names of pipes, sockets and devices."""
+
     def fail(error: OSError) -> None:
         if isinstance(error, FileNotFoundError):  # it was there a moment ago
             return
@@ -153,23 +162,34 @@ def _walk(root: Path, skipped: frozenset[str], links: _Links, suffixes: tuple[st
                 its = os.lstat(path)
             except FileNotFoundError:
                 continue
-            is_link = stat.S_ISLNK(its.st_mode)
-            size = links.size_of(path) if is_link else its.st_size
-            if size is not None and (is_link or stat.S_ISREG(its.st_mode)):
-                yield TextFile(inside, Path(path), size)
+            if stat.S_ISLNK(its.st_mode):
+                if (size := links.size_of(path)) is not None:
+                    yield TextFile(inside, Path(path), size)
+            elif stat.S_ISREG(its.st_mode):
+                yield TextFile(inside, Path(path), its.st_size)
+            else:
+                others.append(inside)
 
 
-def _texts(root: Path, files: list[TextFile], field: str, say: Callable[[str], object]) -> list[TextFile]:
-    """The files that look like text. ValueError if shards of documents have more bytes than they."""
+def _say_others(root: Path, others: list[str], say: Callable[[str], object]) -> None:
+    if others:
+        say(
+            f"{root} has {_number(others, 'file')} of other formats than text, left out, the first one {shown(min(others))}"
+        )
+
+
+def _texts(
+    root: Path, files: list[TextFile], others: list[str], field: str, say: Callable[[str], object]
+) -> list[TextFile]:
+    """The files that look like text. `others`: names of what is no file. ValueError if shards of documents have more bytes than text."""
     texts, left_out, lines, text_bytes = list[TextFile](), list[TextFile](), list[TextFile](), 0
-    others = list[TextFile]()
     for file, head in _heads(files):
-        kind, other = kind_of(file.name), other_format(head)
-        if b"\0" in head or other:
+        kind = kind_of(file.name)
+        if b"\0" in head or other_format(head):
             if kind in ("tar", "parquet") or (kind == "lines" and is_compressed(file.name)):
                 left_out.append(file)
-            elif other:
-                others.append(file)
+            else:
+                others.append(file.name)
             continue
         texts.append(file._replace(is_json=begins_with_json(head)))
         # Programs have their settings, words and maps in .json, too.
@@ -181,10 +201,7 @@ def _texts(root: Path, files: list[TextFile], field: str, say: Callable[[str], o
             lines.append(file)
         else:
             text_bytes += file.size
-    if others:
-        say(
-            f"{root} has {_number(others, 'file')} of other formats than text, left out, the first one {shown(others[0].name)}"
-        )
+    _say_others(root, others, say)
     shards = [*left_out, *lines]
     if not shards:
         return texts

@@ -61,12 +61,15 @@ def test_names_of_a_stranger_are_shown_as_text(folder: Path) -> None:
 
 
 def test_links_that_stay_in_the_folder(folder: Path, tmp_path: Path) -> None:
+    """Each name is a file. What several paths name alike is one."""
     os.symlink("inner/b.txt", folder / "c.txt")
     os.symlink(folder / "a.txt", folder / "inner/d.txt")
     os.symlink("data", tmp_path / "other")  # the folder may be a link itself
     for root in (folder, tmp_path / "other", tmp_path / "data/inner/.."):
         listing = scanned(root)
-        assert text_of(listing) == b"aaa\0bb\0" and listing.remarks == ()
+        assert text_of(listing) == b"aaa\0bb\0bb\0aaa\0" and listing.remarks == ()
+    again = scan([str(each) for each in (folder, tmp_path / "other/inner/d.txt", tmp_path / "other")], heldout=0)
+    assert text_of(again) == b"aaa\0bb\0bb\0aaa\0"
 
 
 def test_the_cache_of_the_hugging_face_hub(tmp_path: Path) -> None:
@@ -75,9 +78,10 @@ def test_the_cache_of_the_hugging_face_hub(tmp_path: Path) -> None:
         (repository / name).mkdir(parents=True)
     (repository / "blobs/aa").write_text("of the hub")
     (repository / "blobs/bb").write_text("in a folder")
+    os.symlink("../../blobs/aa", repository / "snapshots/0123/equal.txt")  # the cache keeps equal files once
     os.symlink("../../blobs/aa", repository / "snapshots/0123/a.txt")
     os.symlink("../../../blobs/bb", repository / "snapshots/0123/en/b.txt")
-    assert text_of(scanned(repository / "snapshots/0123")) == b"of the hub\0in a folder\0"
+    assert text_of(scanned(repository / "snapshots/0123")) == b"of the hub\0in a folder\0of the hub\0"
     assert text_of(scanned(repository / "snapshots/0123/en")) == b"in a folder\0"
     (tmp_path / "secret").write_text("root")
     os.symlink(tmp_path / "secret", repository / "blobs/cc")
@@ -104,7 +108,9 @@ def test_links_that_are_not_followed_are_told(folder: Path, tmp_path: Path) -> N
     os.mkfifo(folder / "pipe.txt")
     listing = scanned(folder)
     assert text_of(listing) == b"aaa\0bb\0"
-    dead, folders = listing.remarks
+    dead, folders, others = listing.remarks
+    assert f"{folder} has 1 file of other formats than text, left out, the first one pipe.txt" in others
+    assert scanned(folder, ".txt").remarks[-1] == others
     assert f"{folder} has 3 links to no file, the first one {folder}/e.txt" in dead
     assert f"{folder} has 1 link to a folder, not followed, the first one {folder}/more" in folders
 
@@ -172,9 +178,16 @@ def test_other_formats_are_told(folder: Path) -> None:
     (folder / "data-0.arrow").write_bytes(b"\xff" * 4 + b"x" * 5000)
     (folder / "logo.png").write_bytes(b"\x89PNG\r\n" + bytes(100))
     (folder / "windows.json").write_text("{}" * 9000, "utf-16")
+    (folder / "c.txt").write_text("of Windows", "utf-16")
+    (folder / "inner/d.txt").write_text("of Windows", "utf-32")
     listing = scanned(folder)
     assert text_of(listing) == b"aaa\0bb\0"
-    assert listing.remarks == (f"{folder} has 4 files of other formats than text, left out, the first one d.zip",)
+    told = f"{folder} has 8 files of other formats than text, left out, the first one c.txt"
+    assert listing.remarks == (told,)
+    for name in ("a.txt", "inner/b.txt"):
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match=f"text files that are not empty, found none in {folder}; {told}"):
+        scanned(folder)
 
 
 @pytest.mark.parametrize("function", ["lstat", "open"])
