@@ -181,8 +181,9 @@ def _say_others(root: Path, others: list[str], say: Callable[[str], object]) -> 
 def _texts(
     root: Path, files: list[TextFile], others: list[str], field: str, say: Callable[[str], object]
 ) -> list[TextFile]:
-    """The files that look like text. `others`: names of what is no file. ValueError if shards of documents have more bytes than text."""
-    texts, left_out, lines, text_bytes = list[TextFile](), list[TextFile](), list[TextFile](), 0
+    """The files that look like text. `others`: see `_walk`. ValueError if shards of documents have more bytes than they."""
+    texts, left_out, lines = list[TextFile](), list[TextFile](), list[TextFile]()
+    text_bytes = 0
     for file, head in _heads(files):
         kind = kind_of(file.name)
         if b"\0" in head or other_format(head):
