@@ -1,6 +1,7 @@
 """Samples in tar files, such as images and pairs, as a map-style dataset."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,7 +13,7 @@ from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedSampleError, kind_of
 from mpitrain.data.documents.reading import MappedFile
 from mpitrain.data.documents.tar import Place, TarReader
-from mpitrain.data.remarks import is_first
+from mpitrain.data.remarks import is_first, keep
 from mpitrain.data.shards import list_shards
 
 T = TypeVar("T")
@@ -65,6 +66,8 @@ class TarSamples(Generic[T]):
         its = self._shards
         self._cache = ShardCache(cache, limit_bytes=cache_bytes, checksums=its.checksums, versions=its.versions)
         self._tells = _tells()
+        if self._tells and (kept := keep(its.token)) is not None:
+            weakref.finalize(self, kept.close)  # as long as this lives: workers end with each epoch
         self._files: dict[int, MappedFile] = {}
         self._found: _Index | None = None
 

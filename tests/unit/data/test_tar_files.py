@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -425,3 +426,18 @@ def test_one_warning_of_all_shards_without_their_secrets(tmp_path: Path, monkeyp
             samples(name)
         assert "S3CRET" not in str(caught_early.value)
     memory.rm("/told", recursive=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sockets with a name and no file")
+def test_one_warning_of_workers_that_end_with_each_epoch(tmp_path: Path) -> None:
+    """As those of a DataLoader without persistent_workers, and a sampler that does not ask for the length."""
+    path = tar_of(tmp_path / "a.tar", [entry("0.txt", b"0"), entry(".hidden", b"1")])
+    samples, other = TarSamples(str(path), dict), TarSamples(str(path), dict)
+
+    def told(of: TarSamples[dict[str, Any]]) -> int:
+        program = "import pickle, sys; len(pickle.load(sys.stdin.buffer))"
+        ended = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(of), capture_output=True, check=True)
+        return ended.stderr.count(b"1 of its entries is left out")
+
+    assert [told(samples), told(samples), told(other)] == [1, 0, 1]
+    assert len(samples) == len(other) == 1  # without a warning, which would be an error
