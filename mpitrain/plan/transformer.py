@@ -12,7 +12,7 @@ from collectives.texts import shown
 from mpitrain.models.sizes import RMS_EPS, SIZES, LlamaConfig, TransformerConfig, resolve
 
 _MOST_BYTES = 16 << 20  # of a config.json
-_MOST, _MOST_LAYERS = 1 << 31, 256  # of its numbers
+_MOST, _MOST_LAYERS = 1 << 31, 4096  # of its numbers
 
 
 @dataclass(frozen=True)

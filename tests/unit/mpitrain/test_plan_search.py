@@ -460,5 +460,7 @@ def test_a_config_json_that_is_no_file_or_too_long(tmp_path: Path) -> None:
         path.write_text(json.dumps(LLAMA | {name: value}))
         with pytest.raises(ValueError, match=f"{name}: expected a whole number from 1 to"):
             find(str(path))
+    path.write_text(json.dumps(LLAMA | {"num_hidden_layers": 4096}))
+    assert find(str(path)).layers == 4096
     path.write_text(json.dumps(LLAMA | {"_name_or_path": "\x1b]0;x"}))
     assert find(str(path)).name == "\\x1b]0;x"

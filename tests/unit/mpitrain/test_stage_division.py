@@ -1,6 +1,8 @@
 """The blocks of each stage: the most expensive stage is as cheap as possible."""
 
-from itertools import combinations
+import random
+import time
+from itertools import accumulate, combinations
 from types import SimpleNamespace
 from typing import cast
 
@@ -41,6 +43,40 @@ def test_no_division_is_better(before: int, blocks: list[int], after: int, num_s
 
     best = min(worst(ends) for ends in combinations(range(1, count + 1), num_stages - 1))
     assert worst(tuple(stage.stop for stage in found[:-1])) <= best
+
+
+def test_of_equal_divisions_it_is_always_the_same_one() -> None:
+    """The last stages begin as late as they can, as a search of all divisions finds."""
+    rng = random.Random(0)
+    for _ in range(300):
+        count = rng.randrange(12)
+        blocks = [rng.choice((0.1, 0.2, 1.0, rng.random())) for _ in range(count)]
+        before, after, num_stages = rng.choice((0.0, 0.7, 9.0)), rng.choice((0.0, 0.7, 9.0)), rng.randint(1, count + 1)
+        sums = [0.0, *accumulate(blocks)]
+        best = {end: (before + sums[end], (end,)) for end in range(count + 1) if end or num_stages == 1}
+        for stage in range(1, num_stages):
+            is_last = stage == num_stages - 1
+            best = {
+                end: min(
+                    (
+                        (max(best[begin][0], sums[end] - sums[begin] + after * is_last), (*best[begin][1], end))
+                        for begin in range(end + is_last)
+                        if begin in best
+                    ),
+                    key=lambda its: (its[0], -its[1][-2]),
+                )
+                for end in range(stage + 1 - is_last, count + 1)
+            }
+        found = divide(before, blocks, after, num_stages)
+        assert tuple(stage.stop for stage in found) == best[count][1]
+
+
+@pytest.mark.parametrize("num_stages", [2, 512, 2048])
+def test_thousands_of_blocks_take_a_second(num_stages: int) -> None:
+    began = time.process_time()
+    found = divide(0.0, [1.0] * 2048, 0.5, num_stages)
+    assert time.process_time() - began < 2
+    assert {len(stage) for stage in found} == {2048 // num_stages}
 
 
 def test_costs() -> None:
