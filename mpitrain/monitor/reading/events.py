@@ -1,7 +1,6 @@
 """The events of a run with types: what a reader asks for is of the type that a run writes, or is not there."""
 
 import datetime
-import functools
 import math
 import os
 from collections.abc import Iterator
@@ -11,9 +10,9 @@ from typing import Annotated, Any, BinaryIO
 
 import msgspec
 
-from collectives.texts import may_have_secrets, shown, without_secrets
 from mpitrain.files import MOST_LINE_BYTES, MOST_LINES_BYTES, json_of, reading, too_long
 from mpitrain.monitor.reading.lines import ERRORS, MOST_FIGURE, MOST_RANKS, MOST_STEP, MOST_TIME_S
+from mpitrain.monitor.reading.readable import Readable
 from mpitrain.monitor.reading.words import damaged
 from mpitrain.monitor.record.events import NAME
 
@@ -28,7 +27,7 @@ _MOST_LINE_BYTES = 4 << 20
 """Of an event; the begin of 100,000 ranks has 3 MB."""
 _MOST_FACTS = 200
 """Of the environment; a run tells about twenty."""
-_MOST_WORDS, _LONGEST, _SHORT = 10_000, 100_000, 100
+_MOST_WORDS = 10_000
 """Characters of a text, such as the report of a failure."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEP)]
@@ -69,6 +68,7 @@ def read_events(folder: Path, notes: list[str] | None = None) -> list[dict[str, 
 
     `notes`: gets a line about damaged lines.
     """
+    text = _of_events()
     events: list[dict[str, Any]] = []
     num_damaged = 0
     lines, is_torn, earlier = _last_lines(folder / NAME)
@@ -78,12 +78,16 @@ def read_events(folder: Path, notes: list[str] | None = None) -> list[dict[str, 
         except ValueError:
             found = None
         if isinstance(found, dict):
-            events.append(typed(found))
+            events.append(typed(found, text))
         else:
             num_damaged += not (is_torn and number == len(lines))
     if num_damaged and notes is not None:
         notes.append(damaged(NAME, num_damaged))
-    return events if earlier is None else [typed(earlier), *events]
+    return events if earlier is None else [typed(earlier, text), *events]
+
+
+def _of_events() -> Readable:
+    return Readable(lines=True, most=_MOST_WORDS)
 
 
 def _last_lines(path: Path) -> tuple[list[bytes], bool, dict[str, Any] | None]:
@@ -149,19 +153,23 @@ def _bytes_of(file: BinaryIO, first: int, end: int) -> bytes:
     return bytes(data)
 
 
-def typed(event: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an event with the types of _TYPES. Those of another type are left out, and fields that are unknown stay."""
+def typed(event: dict[str, Any], text: Readable | None = None) -> dict[str, Any]:
+    """The fields of an event with the types of _TYPES. Those of another type are left out, and fields that are unknown stay.
+
+    `text`: of all events of a file.
+    """
+    text = text or _of_events()
     found: dict[str, Any] = {}
     for name, value in event.items():
         kind = _TYPES.get(name) or _OF_KINDS.get((str(event.get("event")), name))
         if kind is None:
-            found[_text(name)] = _unknown(value)
+            found[text(name)] = _unknown(value, text)
         elif value is None:
             found[name] = None
         else:
-            given = str(_unknown(value)) if kind is str and isinstance(value, int | float) else value
+            given = str(_unknown(value, text)) if kind is str and isinstance(value, int | float) else value
             try:
-                found[name] = _readable(msgspec.convert(given, kind))
+                found[name] = _readable(msgspec.convert(given, kind), text)
             except ERRORS:
                 continue
     if not math.isfinite(seconds_of(found.get("time"))):
@@ -169,36 +177,22 @@ def typed(event: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _readable(value: Any) -> Any:
+def _readable(value: Any, text: Readable) -> Any:
     if isinstance(value, str):
-        return _text(value)
+        return text(value)
     if isinstance(value, list):
-        together = "".join(value)
-        is_plain = together.isprintable() and not may_have_secrets(together)
-        return value if is_plain else [_text(each) for each in value]
+        return text.all(value)
     if isinstance(value, dict):
-        return {_text(name): _readable(each) for name, each in value.items()}
-    return _readable(msgspec.structs.asdict(value)) if isinstance(value, msgspec.Struct) else value
+        return {text(name): _readable(each, text) for name, each in value.items()}
+    return _readable(msgspec.structs.asdict(value), text) if isinstance(value, msgspec.Struct) else value
 
 
-def _unknown(value: Any) -> Any:
+def _unknown(value: Any, text: Readable) -> Any:
     """A value that `words.py` may show."""
     if isinstance(value, str):
-        return _text(value)
+        return text(value)
     is_large = isinstance(value, int | float) and not -MOST_FIGURE <= value <= MOST_FIGURE  # also what is no number
     return None if is_large else value
-
-
-def _text(text: str) -> str:
-    if len(text) > _LONGEST:  # a part of it may be a part of a secret
-        return f"(a text of {len(text):,} characters)"
-    return _short_text(text) if len(text) < _SHORT else without_secrets(shown(text, lines=True))[:_MOST_WORDS]
-
-
-@functools.lru_cache(10_000)
-def _short_text(text: str) -> str:
-    """Many events have the same ones, and the look for secrets takes some microseconds."""
-    return without_secrets(shown(text, lines=True))
 
 
 def seconds_of(text: Any) -> float:

@@ -6,7 +6,6 @@ missing, and lines may be torn.
 
 import functools
 import gc
-import hashlib
 import math
 import os
 import re
@@ -17,16 +16,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.texts import shown, without_secrets
+from collectives.texts import shown
 from mpitrain.config.secrets import ON_EVENT
 from mpitrain.files import read_toml
 from mpitrain.monitor.reading.events import read_events, seconds_of
 from mpitrain.monitor.reading.lines import MOST_FIGURE, MOST_STEP, read_blocks
+from mpitrain.monitor.reading.readable import Readable
 from mpitrain.monitor.reading.tables import Array, Table, TableBuilder
 from mpitrain.monitor.reading.words import GRAVE, damaged
 from mpitrain.monitor.record.events import NAME as EVENTS
 
-_MOST_SETTINGS, _MOST_NAME, _LONGEST = 1000, 200, 100_000
+_MOST_SETTINGS, _MOST_NAME = 1000, 200
 METRICS, RANKS, SETTINGS = "metrics.jsonl", "ranks.jsonl", "config.toml"
 SUMMARY = ("min", "median", "max", "worst rank")
 """The figures of a summary, which stands in place of all ranks' values from 64 ranks on."""
@@ -276,19 +276,17 @@ def flat_settings(document: Mapping[str, Any]) -> dict[str, Any]:
         found |= {f"{name}.{key}": its for key, its in value.items()} if isinstance(value, dict) else {name: value}
     if len(found) > _MOST_SETTINGS:
         raise ValueError(f"it has more than {_MOST_SETTINGS:,} settings")
-    return {shown(name)[:_MOST_NAME]: _readable(value) for name, value in found.items() if name != ON_EVENT}
+    text = Readable()
+    return {shown(name)[:_MOST_NAME]: _readable(value, text) for name, value in found.items() if name != ON_EVENT}
 
 
-def _readable(value: Any) -> Any:
+def _readable(value: Any, text: Readable) -> Any:
     if isinstance(value, str):
-        if len(value) > _LONGEST:  # a part of it may be a part of a secret
-            digest = hashlib.sha256(value.encode(errors="surrogatepass")).hexdigest()[:8]  # two runs may be compared
-            return f"(a text of {len(value):,} characters, sha256 {digest})"
-        return without_secrets(shown(value))
+        return text(value)
     if isinstance(value, list):
-        return [_readable(each) for each in value]
+        return [_readable(each, text) for each in value]
     if isinstance(value, dict):
-        return {shown(name): _readable(each) for name, each in value.items()}
+        return {text(name): _readable(each, text) for name, each in value.items()}
     is_odd = isinstance(value, int | float) and not -MOST_FIGURE <= value <= MOST_FIGURE  # such as NaN
     return shown(f"{value:.3g}" if isinstance(value, float) else "too large") if is_odd else value
 

@@ -10,6 +10,7 @@ from mpitrain import files
 from mpitrain.bench.monitoring.recorded_runs import BEGAN, write_run
 from mpitrain.monitor.reading import events as reading_events
 from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.reading.readable import Readable
 from mpitrain.monitor.reading.run import read_run
 from mpitrain.monitor.reading.smoothing import smoothed
 
@@ -129,6 +130,18 @@ def test_the_last_begin_before_the_events_that_are_read_is_kept(
     assert begin is not None and begin.fields["ranks"] == run.num_ranks == 2 and begin.fields["hosts"] == ["a", "b"]
     steps = [event.step for event in run.events if event.kind == "save"]
     assert steps[-5:] == [1, *range(num_after)][-5:] and len(run.events) <= 7
+
+
+def test_the_time_of_texts_is_bounded() -> None:
+    """Of texts with words that secrets have, two million characters are searched; others are told by their length."""
+    text = Readable()
+    found = [text(f"{number:03} key API_KEY=S3CRET01 {'a' * 49_975}") for number in range(60)]
+    told = [each for each in found if each.startswith("(a text of 50,000 characters, sha256 ")]
+    assert told == found[40:] and "S3CRET" not in "".join(found) and len(set(told)) == 20
+    assert text("b" * 500) == "b" * 500 and text("x" * 100_001).startswith("(a text of 100,001 ")
+    assert text.all(["node1", "API_KEY=S3CRET01"])[0] == "node1" and "S3CRET" not in str(
+        text.all(["node1", "API_KEY=S3CRET01"])
+    )
 
 
 def test_long_texts_of_settings_are_compared(tmp_path: Path) -> None:
