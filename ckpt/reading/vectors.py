@@ -69,7 +69,7 @@ def _find(file: int, name: str | None) -> dict[str, Any]:
     wanted = name if name is not None else "tokens" if root.links.exists(b"tokens") else _only_vector(root)
     found = _opened(root, wanted)
     if not _is_vector(found):
-        raise _NotMappedError(_expected(wanted, _vectors(root)))
+        raise _NotMappedError(_expected(wanted, _vectors(root), found))
     if problem := _why_not(found):
         raise _NotMappedError(
             f"{wanted!r} {problem}, and only contiguous datasets can be mapped: h5repack -l {wanted}:CONTI -f {wanted}:NONE FILE new.h5"
@@ -105,9 +105,25 @@ def _vectors(root: h5py.h5g.GroupID) -> list[str]:
     return names
 
 
-def _expected(wanted: str, vectors: list[str]) -> str:
+def _expected(wanted: str, vectors: list[str], found: object = None) -> str:
+    """A message. `found`: what has the wanted name; None if nothing has."""
     listed = ", ".join(vectors[:_MAX_NAMES]) + ", ..." * (len(vectors) > _MAX_NAMES)
-    return f"expected a 1-D dataset of integers named {wanted!r}, got {listed or 'none'}"
+    got = listed or "none" if found is None else _what(found) + f"; there is also {listed}" * bool(listed)
+    return f"expected a 1-D dataset of integers named {wanted!r}, got {got}"
+
+
+def _what(found: object) -> str:
+    """Of an object, or a type and shape: "float32 of shape (3,)"."""
+    if not isinstance(found, h5py.h5d.DatasetID):
+        return "a group" if isinstance(found, h5py.h5g.GroupID) else "no dataset"
+    try:
+        kind = str(found.get_type().dtype)[:100]
+    except TypeError:
+        kind = "a type that NumPy does not have"
+    is_array = found.get_space().get_simple_extent_type() == h5py.h5s.SIMPLE
+    return (
+        f"{kind} of shape {tuple(map(int, found.get_space().get_simple_extent_dims()))}" if is_array else f"one {kind}"
+    )
 
 
 def _members(root: h5py.h5g.GroupID) -> list[bytes]:

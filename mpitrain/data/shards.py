@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import secrets
+import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -186,8 +187,11 @@ def _local(names: Sequence[str], are_patterns: bool) -> dict[str, FileInfo]:
             raise ValueError(f"data: {name} is a folder; expected shards, such as {name.rstrip('/')}/*.jsonl")
         try:
             for each in glob.glob(path, recursive=True) if is_pattern else [path]:
-                if not os.path.isdir(each):
-                    found[os.path.abspath(each)] = FileInfo(os.stat(each).st_size, "")
+                its = os.stat(each)
+                if stat.S_ISREG(its.st_mode):
+                    found[os.path.abspath(each)] = FileInfo(its.st_size, "")
+                elif not stat.S_ISDIR(its.st_mode):
+                    raise ValueError(f"data: {each} is neither a file nor a folder; expected documents")
         except OSError as error:
             raise ValueError(f"data: {error.filename} cannot be read: {error.strerror or error}") from None
     return found

@@ -20,6 +20,7 @@ import ckpt
 from ckpt.storage.local_path import open_given
 from collectives.files import open_new, write_new
 from mpitrain.data.documents import with_more_files
+from mpitrain.data.documents.reading import in_one_line
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -185,11 +186,21 @@ def _array(path: Path, field: str | None, files: ckpt.VectorFiles) -> np.ndarray
     if path.suffix == ".bin":
         return _of_megatron(path)
     if path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = _of_numpy(path)
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             raise ValueError(f"{path}: expected a 1-D array of integers, got {array.dtype} of shape {array.shape}")
         return array
     return files.map(path, field)
+
+
+def _of_numpy(path: Path) -> np.ndarray:
+    """An array that is mapped. ValueError if the file has none, OSError if it cannot be read."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")  # np.load would also take an .npz
+    except OSError:
+        raise
+    except Exception as error:  # NumPy takes a header as Python's text, and raises errors of many classes
+        raise ValueError(f"{path}: expected an array of NumPy: {in_one_line(error)}") from None
 
 
 def _of_megatron(path: Path) -> np.ndarray:

@@ -34,6 +34,12 @@ def other_format(head: bytes) -> str:
     return next((what for magic, what in _MAGIC.items() if head.startswith(magic)), "")
 
 
+def other_than(own: str, head: bytes) -> str:
+    """A message about a file that begins as one of another format than `own`, such as "a tar file". "" if it does not."""
+    other = other_format(head)
+    return "" if not other or other.startswith(own) else f"expected {own}, got a file that is {other}"
+
+
 def begins_with_json(head: bytes) -> bool:
     """Whether a text begins with a JSON object, or with a list of objects or strings. It may be in UTF-16, as Windows writes it."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):

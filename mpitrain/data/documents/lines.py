@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from mpitrain.data.documents.heads import HEAD_BYTES, begins_with_json, other_than
 from mpitrain.data.documents.reading import (
     MOST_DOCUMENT_BYTES,
     DamagedSampleError,
@@ -40,6 +41,10 @@ class LinesReader:
 
     def __init__(self, path: Path, name: str, field: str = "text") -> None:
         self._file, self._field = MappedFile(path, name), field
+        head = self._file.bytes[:HEAD_BYTES]
+        if not begins_with_json(head) and (other := other_than("JSON Lines", head)):
+            self.close()
+            raise DamagedShardError(f"{name}: {other}")
         # Other fields are passed over without a value of Python for each.
         self._decoder = msgspec.json.Decoder(msgspec.defstruct("Line", [("text", str)], rename={"text": field}))
 

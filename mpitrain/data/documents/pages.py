@@ -33,6 +33,7 @@ _MORE_BYTES = 100  # that the footers of an old writer leave out of a column, as
 _PAGE = Wanted({1: I32, 2: I32, 3: I32, 5: Wanted({1: I32, 2: I32}), 8: Wanted({1: I32, 4: I32})})
 _ROW_GROUPS, _COLUMNS, _NUM_ROWS = 4, 1, 3
 _FILE_PATH, _ABOUT, _PACKED_BYTES, _FIRST_PAGE, _DICTIONARY_PAGE = 1, 3, 7, 9, 11
+_CRYPTO, _ENCRYPTED_ABOUT = 8, 9
 
 
 @cache
@@ -73,7 +74,13 @@ def _usual_column(data: Any, at: int) -> tuple[dict[int, Any], int] | None:
 
 
 _COLUMN = Wanted(
-    {_FILE_PATH: BINARY, _ABOUT: Wanted({_PACKED_BYTES: I64, _FIRST_PAGE: I64, _DICTIONARY_PAGE: I64})}, _usual_column
+    {
+        _FILE_PATH: BINARY,
+        _ABOUT: Wanted({_PACKED_BYTES: I64, _FIRST_PAGE: I64, _DICTIONARY_PAGE: I64}),
+        _CRYPTO: Wanted({}),
+        _ENCRYPTED_ABOUT: BINARY,
+    },
+    _usual_column,
 )
 _FOOTER = Wanted({_ROW_GROUPS: Wanted({_COLUMNS: _COLUMN, _NUM_ROWS: I64})})
 
@@ -134,6 +141,8 @@ def _row_group(its: dict[int, Any], number: int, size: int, column: int, num_col
         raise PageError(
             f"row group {number} is in another file, {other.decode(errors='replace')!r}; expected that file"
         )
+    if not {_CRYPTO, _ENCRYPTED_ABOUT}.isdisjoint(columns[column]):
+        raise PageError(f"the column is encrypted in row group {number}, and encrypted columns are not read")
     begin = min(_begin_of(each) for each in columns)
     about = columns[column].get(_ABOUT, {})
     first, length = min(_begin_of(columns[column]), _int(about, _FIRST_PAGE)), _int(about, _PACKED_BYTES)
@@ -167,7 +176,9 @@ def extent_of(data: Any, begin: int, end: int, num_rows: int, most_page_bytes: i
             raise PageError(f"the page at byte {at} is damaged: {error}") from None
         kind, unpacked, packed = (_int(header, field) for field in (1, 2, 3))
         if min(unpacked, packed) < 0 or body + packed > most_end:
-            raise PageError(f"the page at byte {at} is damaged: {packed} bytes, of which {most_end - body} are there")
+            sizes = f"{packed} bytes, of which {most_end - body} are there"
+            unknown = "it does not say how many bytes it has (or it is encrypted)"
+            raise PageError(f"the page at byte {at} is damaged: {unknown if min(unpacked, packed) < 0 else sizes}")
         page_bytes = max(unpacked, packed)
         if page_bytes > most_page_bytes // (4 if page_bytes > _DENSE * packed else 1):
             raise PageError(

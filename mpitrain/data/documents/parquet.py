@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpitrain.data.documents.heads import HEAD_BYTES, other_than
 from mpitrain.data.documents.pages import PageError, extent_of, row_groups_of
 from mpitrain.data.documents.reading import DamagedSampleError, DamagedShardError, MappedFile, in_one_line
 from mpitrain.data.documents.texts import Texts
@@ -64,7 +65,8 @@ class ParquetReader:
         except PageError as error:
             raise self._damaged(f": {error}") from None
         except self._errors as error:
-            raise self._damaged(f": expected a Parquet file: {error}") from None
+            other = other_than("a Parquet file", self._mapped.bytes[:HEAD_BYTES])
+            raise self._damaged(f": {other or f'expected a Parquet file: {error}'}") from None
 
     def cut(self, begin: int, end: int) -> "ParquetCut":
         """See Reader. Rows are read in whole row groups: all of a group count as its first byte."""

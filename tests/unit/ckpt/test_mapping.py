@@ -167,6 +167,32 @@ def matrix_beside_a_vector(folder: Path) -> Path:
     return made(folder / "a.h5", tokens=VALUES.reshape(2, 50), lengths=np.arange(50))
 
 
+def floats(folder: Path) -> Path:
+    return made(folder / "a.h5", tokens=np.ones(2, np.float32))
+
+
+def truths(folder: Path) -> Path:
+    return made(folder / "a.h5", tokens=np.ones(2, bool))
+
+
+def words(folder: Path) -> Path:
+    return made(folder / "a.h5", tokens="words")
+
+
+def records(folder: Path) -> Path:
+    return made(folder / "a.h5", tokens=np.zeros((3, 1), [("a", "f4"), ("b", "i4")]))
+
+
+def times(folder: Path) -> Path:
+    with h5py.File(folder / "a.h5", "w") as file:
+        h5py.h5d.create(file.id, b"tokens", h5py.h5t.UNIX_D32LE, h5py.h5s.create_simple((1,)))
+    return folder / "a.h5"
+
+
+def a_group(folder: Path) -> Path:
+    return made(folder / "a.h5", ids=VALUES, tokens__x=VALUES)
+
+
 def cut_off(folder: Path) -> Path:
     path = made(folder / "a.h5", tokens=np.arange(100_000))
     os.truncate(path, 100_000)
@@ -193,7 +219,13 @@ WRONG = {
     never_written: "'tokens' has 100 values, of which none was ever written",
     without_values: "'tokens' is empty",
     of_twelve_bits: "'tokens' has integers that do not fill their bytes",
-    matrix_beside_a_vector: "expected a 1-D dataset of integers named 'tokens', got lengths",
+    matrix_beside_a_vector: "expected a 1-D dataset of integers named 'tokens', got uint16 of shape \\(2, 50\\); there is also lengths",
+    floats: "expected a 1-D dataset of integers named 'tokens', got float32 of shape \\(2,\\)$",
+    truths: "expected a 1-D dataset of integers named 'tokens', got bool of shape \\(2,\\)$",
+    words: "expected a 1-D dataset of integers named 'tokens', got one object$",
+    records: "expected a 1-D dataset of integers named 'tokens', got .*f4.* of shape \\(3, 1\\)$",
+    times: "expected a 1-D dataset of integers named 'tokens', got a type that NumPy does not have of shape \\(1,\\)$",
+    a_group: "expected a 1-D dataset of integers named 'tokens', got a group; there is also ids$",
     cut_off: "HDF5 cannot read it: .*truncated file|it is cut off",
     a_pipe: "is a pipe; expected a regular file",
 }

@@ -176,5 +176,10 @@ def test_other_formats_are_not_taken_as_text(tmp_path: Path, data: bytes, words:
     (tmp_path / "part-0").write_bytes(data)
     with pytest.raises(DamagedShardError, match=f"^part-0: expected text, got a file that is {words}"):
         open_shard(tmp_path / "part-0", "part-0", "text")
+    for kind, own in (("tar", "a tar file"), ("lines", "JSON Lines"), ("parquet", "a Parquet file")):
+        with pytest.raises(DamagedShardError) as caught:
+            open_shard(tmp_path / "part-0", "part-0", kind)
+        is_other = f"part-0: expected {own}, got a file that is {words}" in str(caught.value)
+        assert is_other != words.startswith(own), caught.value
     with pytest.raises(ValueError, match=f"data.path: expected text, got {tmp_path}/part-0, which is {words}"):
         find(DataConfig(path=(f"{tmp_path}/part-0",)))

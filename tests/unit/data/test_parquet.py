@@ -205,6 +205,26 @@ def test_rows_without_text_take_bounded_memory(tmp_path: Path) -> None:
         cut.text(num - 1)
 
 
+def test_an_encrypted_column(tmp_path: Path) -> None:
+    """The footer is plain. Another column does no harm."""
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Keys(encryption.KmsClient):  # type: ignore[misc]
+        def wrap_key(self, key: bytes, name: str) -> str:
+            return key.hex()
+
+    factory = encryption.CryptoFactory(lambda connection: Keys())
+    table = arrow.table({"text": ["a"] * 9, "id": ["b"] * 9})
+    for secret, path in (("text", tmp_path / "a.parquet"), ("id", tmp_path / "b.parquet")):
+        settings = encryption.EncryptionConfiguration("f", column_keys={"c": [secret]}, plaintext_footer=True)
+        properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), settings)
+        with parquet.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+            writer.write_table(table)
+    with pytest.raises(DamagedShardError, match=r"^a.parquet: the column is encrypted in row group 0, and encrypted"):
+        ParquetReader(tmp_path / "a.parquet", "a.parquet")
+    assert read(ParquetReader(tmp_path / "b.parquet", "b.parquet")) == [b"a"] * 9
+
+
 def test_two_columns_of_one_name(tmp_path: Path) -> None:
     a, b = arrow.array(["a"]), arrow.array(["b"])
     inside = arrow.StructArray.from_arrays([b], ["text"])

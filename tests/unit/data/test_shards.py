@@ -49,11 +49,16 @@ def test_files_are_found_in_the_order_of_their_names(tmp_path: Path) -> None:
 def test_what_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"x")
     (tmp_path / "empty.tar").touch()
+    os.mkfifo(tmp_path / "pipe.h5")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
     for patterns, text in (
         ([f"{tmp_path}/b.tar"], "b.tar cannot be read: No such file"),
         ([f"{tmp_path}/*.jsonl"], r"\*.jsonl names no file"),
         ([str(tmp_path)], "is a folder; expected shards, such as .*/\\*.jsonl"),
         ([f"{tmp_path}/*.tar"], "empty.tar is empty"),
+        ([f"{tmp_path}/pipe.h5"], "pipe.h5 is neither a file nor a folder; expected documents"),
+        ([f"{tmp_path}/p*"], "pipe.h5 is neither a file nor a folder; expected documents"),
+        ([f"{tmp_path}/zero.json"], "zero.json is neither a file nor a folder; expected documents"),
         ([], "expected the names of shards"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -121,6 +121,20 @@ def no_numpy(folder: Path) -> None:
     (folder / "b.npy").write_bytes(b"")
 
 
+def zipped(folder: Path) -> None:
+    with open(folder / "b.npy", "wb") as file:
+        np.savez(file, tokens=np.arange(9))
+
+
+def long(folder: Path) -> None:
+    with open(folder / "b.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**30,)})
+
+
+def open_bracket(folder: Path) -> None:
+    (folder / "b.npy").write_bytes((folder / "b.npy").read_bytes().replace(b",)", b",("))
+
+
 def no_hdf5(folder: Path) -> None:
     (folder / "c.h5").write_bytes(b"all work and no play")
 
@@ -148,6 +162,9 @@ def two(folder: Path) -> None:
         (matrix, r"b.npy: expected a 1-D array of integers, got int32 of shape \(3, 3\)"),
         (pickled, r"b.npy: .*[Aa]rray can't be memory-mapped|b.npy: Object arrays cannot be loaded"),
         (no_numpy, r"b.npy: "),
+        (zipped, r"b.npy: .*magic string is not correct"),
+        (long, r"b.npy: expected an array of NumPy: "),
+        (open_bracket, r"b.npy: expected an array of NumPy: "),
         (no_hdf5, r"c.h5: HDF5 cannot read it"),
         (
             chunked,

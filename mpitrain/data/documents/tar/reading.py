@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mpitrain.data.documents.heads import HEAD_BYTES, other_than
 from mpitrain.data.documents.reading import (
     MOST_DOCUMENT_BYTES,
     DamagedSampleError,
@@ -50,7 +51,12 @@ class TarReader:
         links: Mapping[int, Place] | None = None,
     ) -> None:
         self.file, self.part = file, part
-        entries = entries_of(file, begin, file.size if end is None else end, links)
+        try:
+            entries = entries_of(file, begin, file.size if end is None else end, links)
+        except DamagedShardError:
+            if other := other_than("a tar file", file.bytes[:HEAD_BYTES]):
+                raise DamagedShardError(f"{file.name}: {other}") from None
+            raise
         self._keys, firsts = _grouped(entries.names)
         all_keys = b"\0/".join([b"", *self._keys])
         are_safe = b".." not in all_keys and b"//" not in all_keys  # no key leads out of a folder
