@@ -107,7 +107,7 @@ def _find_others(before: Known, now: Known, found: Found) -> None:
             by_size[_stem(name), int(size)].append(place)
     lost = [index for index, place in enumerate(found.places) if place < 0]
     for index in lost:
-        name, size, mark = (of[index] for of in before)
+        name, size, mark = before.names[index], before.sizes[index], before.marks[index]
         its = by_mark.get((_stem(name), mark or _mark_in(name)), []) if mark or _mark_in(name) else []
         equal = [place for place in its if now.sizes[place] == size] or its
         if len(equal) == 1:

@@ -62,14 +62,14 @@ class Source:
         now, marks = self.shards.known, tuple(marks) or ("",) * len(names)
         if (tuple(names), tuple(marks)) == (self.shards.names, tuple(now.marks)) and sizes.tolist() == now.sizes:
             return replace(self, chunk_bytes=chunk_bytes, eras=eras)  # the usual case
-        folder, before = _public(saved["folder"], Known(names, sizes.tolist(), marks))
-        names = before.names
+        folder, known = _public(saved["folder"], Known(names, sizes.tolist(), marks))
+        names = known.names
         # A further folder of shards makes the folder of all of them shorter.
         inside = folder.removeprefix(f"{self.shards.folder}/")
         prefix = f"{inside}/" if inside != folder and names[0] not in self.shards.names else ""
-        found = found_again(before._replace(names=[prefix + name for name in names]), now)
+        found = found_again(known._replace(names=[prefix + name for name in names]), now)
         places = found.places
-        for name, size, place in zip(names, before.sizes, places, strict=True):
+        for name, size, place in zip(names, known.sizes, places, strict=True):
             if place < 0 or now.sizes[place] != size:
                 is_there = "it is not there" if place < 0 else f"it has {now.sizes[place]} bytes now, and had {size}"
                 raise ValueError(
@@ -78,8 +78,8 @@ class Source:
                 )
         if found.unsure:
             say(_unsure(self.name, [names[index] for index in found.unsure]))
-        known = set(places)
-        further = [index for index in range(len(now.names)) if index not in known]
+        places_before = set(places)
+        further = [index for index in range(len(now.names)) if index not in places_before]
         order = places + further
         shards = self.shards._replace(
             names=(*names, *(self.shards.names[index] for index in further)),  # the keys of documents have the names
