@@ -39,9 +39,10 @@ class Origin(NamedTuple):
         return OpenShards(self.shards, cache.local, field=self.field, say=say_remark)
 
     def fingerprint(self) -> str:
-        """A hash of the names and sizes of the shards."""
+        """A hash of the names and sizes of the shards, and of what the names hide."""
         digest = hashlib.blake2b(self.shards.sizes.astype("<i8").tobytes(), digest_size=8)
-        digest.update("\0".join(self.shards.names).encode(errors="surrogateescape"))
+        marks = self.shards.marks if any(self.shards.marks) else ()
+        digest.update("\0".join([*self.shards.names, *marks]).encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ import pytest
 from mpitrain.data.shard_names import shard_marks, shard_names
 from mpitrain.data.shards import ShardList, expanded, in_their_folder, list_shards, unpacked
 from mpitrain.data.streaming.sources import Source
+from mpitrain.data.tokenize.documents import Origin
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_names_of_addresses_tell_their_files_apart() -> None:
         ("other://h/a#S3CRET{}", ("1", "2"), (5, 5)),
         ("https://h/get?token=$&blob=x", ("", ""), (5, 6)),  # sizes tell that these are two files
         ("s3://b/get?blob={}&sig=$", ("S3CRET1", "S3CRET2"), (5, 5)),
-        ("https://h/hf_S3CRETS3CRETS3CRET000{}", ("1", "2"), (5, 5)),  # a path with a form of a token
+        ("https://h/hf_aS3CRETbS3CRETcS3CRET000{}", ("1", "2"), (5, 5)),  # a path with a form of a token
     ],
 )
 def test_names_that_would_be_the_same_get_a_mark(address: str, values: tuple[str, str], sizes: tuple[int, int]) -> None:
@@ -266,6 +267,12 @@ def test_a_line_names_the_files_that_are_known_by_name_and_size_alone(
     assert all(name in line for name in listed(*now).names) and "known by name and size alone" in line
     with pytest.raises(ValueError, match=r"has 6 bytes now, and had 5|it is not there"):
         again(listed(*before), listed(*now, size=6), knows_marks=knows_marks)
+
+
+def test_tokens_of_another_file_are_of_another_source() -> None:
+    """The folder of `tokenize` goes on with the same files alone, also if the addresses have new signatures."""
+    a, z = (Origin("data", listed(GET.format(blob) + "&sig=1")).fingerprint() for blob in "az")
+    assert a != z and a == Origin("data", listed(GET.format("a") + "&sig=2")).fingerprint()
 
 
 def test_lists_of_earlier_versions_find_a_shard_among_others_by_its_size() -> None:
