@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from ckpt.format.manifest import MAX_SIZE, CheckpointError
-from ckpt.format.validation import file_of
 from fuzzing.harness import MAX_GROWN_BYTES
 from fuzzing.target import Files, Parts, RefusedError, Target
+from mpitrain.files import toml_of
 
 _kept: list[bytearray] = []
 
@@ -32,15 +31,17 @@ def grow_slowly() -> None:
 
 
 def grow_in_a_child() -> None:
-    """Half of it here, half of it in a process that ends before the answer."""
+    """Half of it here, half of it in a process, until this one is ended, and its standard input with it."""
     half = bytearray(b"\1") * (MAX_GROWN_BYTES // 2 + (32 << 20))
-    subprocess.run([sys.executable, "-c", f"import time; x = bytes([1]) * {len(half)}; time.sleep(0.2)"], check=True)
+    code = f"import signal, sys; signal.alarm(30); x = bytes([1]) * {len(half)}; sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE) as child:
+        child.wait()
 
 
 KINDS: dict[str, tuple[Callable[[], object], str]] = {
     "sound": (lambda: None, ""),
     "refused by a command": (lambda: (_ for _ in ()).throw(RefusedError("no such file")), ""),
-    "refused by the project": (lambda: file_of({"name": "a/b", "bytes": MAX_SIZE, "datasets": {}}), ""),
+    "refused by the project": (lambda: toml_of("a = " + "[" * 5000), ""),
     "refused by the system": (lambda: os.open("missing", os.O_RDONLY), ""),
     "a number of Python": (lambda: int("x"), "raises ValueError, which something else"),
     "another error": (lambda: {}["x"], "raises KeyError, which is none of"),
@@ -56,8 +57,8 @@ KINDS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 class Faulty(Target):
-    errors = (CheckpointError, OSError, ValueError)
-    limit_s = 1.0
+    errors = (OSError, ValueError)
+    limit_s = 1.5
     share_damaged = 0.0
 
     def make(self, rng: Random) -> Parts:

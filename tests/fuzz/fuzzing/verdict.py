@@ -5,12 +5,14 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-import ckpt
+import collectives
 from collectives.texts import shown
 from fuzzing.target import RefusedError
 
 MAX_MESSAGE = 2000
-_PROJECT = tuple(str(Path(ckpt.__file__).parents[1] / package) + "/" for package in ("ckpt", "collectives", "mpitrain"))
+_PROJECT = tuple(
+    str(Path(collectives.__file__).parents[1] / package) + "/" for package in ("ckpt", "collectives", "mpitrain")
+)
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
