@@ -73,12 +73,15 @@ def read_text(path: Path, *, most_bytes: int = MOST_TEXT_BYTES) -> str:
 
 
 def read_beginning(path: Path) -> str:
-    """The first MOST_TEXT_BYTES of a text: of reports, to which each rank of a large job may add one. OSError: see `open_regular`."""
+    """The first MOST_TEXT_BYTES of a text: of reports, to which each rank of a large job may add one. OSError: see `open_regular`.
+
+    Bytes that are no UTF-8 are shown as escapes.
+    """
     with reading(path) as file:
         data = bytearray()
         while len(data) < MOST_TEXT_BYTES and (piece := file.read(MOST_TEXT_BYTES - len(data))):
             data += piece
-    return data.decode(errors="replace")
+    return data.decode(errors="backslashreplace")
 
 
 def read_object(path: Path) -> dict[str, Any]:

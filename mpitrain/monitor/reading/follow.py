@@ -19,6 +19,8 @@ class News(NamedTuple):
     """The file was cut, replaced or removed: all lines of earlier reads are void."""
     has_more: bool
     """The file has more lines already."""
+    num_damaged: int = 0
+    """Lines that were left out: see `Block`."""
 
 
 class Follower:
@@ -46,6 +48,7 @@ class Follower:
             is_anew = was_read and file.read(len(self._tail)) != self._tail
             if is_anew or not was_read:
                 self._offset, self._tail = self._beginning(file.seek(0, 2)), b""
+            begins_within = self._offset > 0 and not self._tail  # of a line
             file.seek(self._offset)
             block = file.read(BLOCK_BYTES)
             if len(block) == BLOCK_BYTES and b"\n" not in block:
@@ -59,8 +62,12 @@ class Follower:
             if text:
                 self._offset += len(text)
                 self._tail = text[-_TAIL_BYTES:]
-            return News(decode(text, of_ranks=self._of_ranks).lines, is_anew, bool(text) and len(block) >= BLOCK_BYTES)
+            has_more = bool(text) and len(block) >= BLOCK_BYTES
+            if begins_within:
+                text = text[text.find(b"\n") + 1 :]
+            lines, num_damaged = decode(text, of_ranks=self._of_ranks)
+            return News(lines, is_anew, has_more, num_damaged)
 
     def _beginning(self, size: int) -> int:
-        """Where to begin in a file of this size. The rest of a line there is no object, so `decode` leaves it out."""
-        return 0 if self._last_bytes is None else max(size - self._last_bytes, 0)
+        """Where to begin in a file of this size, one byte early: what follows up to the end of a line is left out."""
+        return 0 if self._last_bytes is None else max(size - self._last_bytes - 1, 0)

@@ -125,7 +125,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
         with _naming(path / METRICS):
             steps, layers, evaluations = _read_metrics(path / METRICS, notes)
         with _naming(path / RANKS):
-            ranks, summaries, gauges, num_ranks = _read_ranks(path / RANKS)
+            ranks, summaries, gauges, num_ranks = _read_ranks(path / RANKS, notes)
     with _naming(path / EVENTS):
         events = _read_events(path, steps, notes)
     begun = next((event.fields.get("ranks") for event in reversed(events) if event.kind == "begin"), None)
@@ -213,16 +213,19 @@ def _names_of_layers(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if is_of_layers(name))
 
 
-def _read_ranks(path: Path) -> tuple[Table, Table, Table, int | None]:
+def _read_ranks(path: Path, notes: list[str]) -> tuple[Table, Table, Table, int | None]:
     """The figures of all ranks, summaries, gauges, and the number of ranks at last."""
     builders = {name: TableBuilder(of_lists=True) for name in ("ranks", "summary", "gauges")}
-    num_ranks = None
-    for block, _ in read_blocks(path, of_ranks=True):
+    num_ranks, num_damaged = None, 0
+    for block, num in read_blocks(path, of_ranks=True):
+        num_damaged += num
         for name, builder in builders.items():
             lines = [line for line in block if name in line]
             builder.add([line["step"] for line in lines], [line[name] for line in lines])
         if block:
             num_ranks = block[-1].get("num_ranks", num_ranks)
+    if num_damaged:
+        notes.append(damaged(path.name, num_damaged))
     ranks, summary, gauges = (builder.table() for builder in builders.values())
     return ranks, summary, gauges, num_ranks
 

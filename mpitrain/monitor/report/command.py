@@ -1,6 +1,7 @@
 """`python -m mpitrain report RUN [RUN ...]`: see USAGE."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +50,9 @@ def main(words: Sequence[str]) -> int:
     page = make_document(runs, axes, charts, panels, out.parent).encode()
     with writing("--out", out):
         _write(out, page)
+    for run in runs:
+        for note in run.notes:
+            print(f"report: {run.name}: {note}", file=sys.stderr)
     print(f"{shown(str(out))}: {len(page) / 1e6:.2f} MB")
     if png is not None:
         from mpitrain.monitor.report.pictures import draw

@@ -17,6 +17,7 @@ from mpitrain.monitor.reading.follow import Follower
 from mpitrain.monitor.reading.lines import Line
 from mpitrain.monitor.reading.numbers import duration
 from mpitrain.monitor.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings
+from mpitrain.monitor.reading.words import damaged
 from mpitrain.monitor.record.events import NAME as EVENTS
 from mpitrain.monitor.watch.ranks import RankFigures
 from mpitrain.monitor.watch.series import Thinned
@@ -53,6 +54,7 @@ class Watched:
         self._is_first = True
         self._begins: list[dict[str, Any]] = []  # the last one
         self._damaged: list[str] = []  # a note about events
+        self._num_damaged = dict.fromkeys((METRICS, RANKS), 0)  # lines
         self.settings: dict[str, Any] = {}
         """By full name, such as train.steps."""
         self.events: list[dict[str, Any]] = []
@@ -107,10 +109,13 @@ class Watched:
             while True:
                 news = follower.read()
                 take(news.lines, news.is_anew)
+                self._num_damaged[name] = news.num_damaged + (0 if news.is_anew else self._num_damaged[name])
                 if not news.has_more:
-                    return
+                    break
         except OSError as error:
             self.notes.append(f"{name} cannot be read: {error.strerror or error}")
+        if num := self._num_damaged[name]:
+            self.notes.append(damaged(name, num))
 
     def _read_settings(self) -> None:
         self.settings = read_settings(self.folder / SETTINGS, self.notes) if self._seen[SETTINGS] is not None else {}
@@ -241,12 +246,15 @@ class Watched:
         return Holder(self.folder).is_gone()
 
     def _failure(self) -> str:
-        """The first line of the report. Above it is its time."""
+        """The first line of the report. Above it is its time, if a run has written it."""
         try:
             lines = read_beginning(self.folder / "failure.txt").splitlines()
         except OSError as error:
             return f"failure.txt cannot be read: {error.strerror}"
-        return next((shown(line.strip()[:_MOST_WORDS]) for line in lines[1:] if line.strip()), "failure.txt is empty")
+        return next(
+            (shown(line.strip()[:_MOST_WORDS]) for line in [*lines[1:], *lines[:1]] if line.strip()),
+            "failure.txt is empty",
+        )
 
 
 def _ended(reason: str) -> Status:

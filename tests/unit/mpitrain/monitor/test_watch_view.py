@@ -15,6 +15,7 @@ import pytest
 from mpitrain.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.elastic.marks import Marks
 from mpitrain.monitor.record.events import write_event
+from mpitrain.monitor.report import command as report
 from mpitrain.monitor.watch.charts import Range, Screen
 from mpitrain.monitor.watch.view import split, view
 from mpitrain.monitor.watch.watched import RECENT, Watched
@@ -224,6 +225,29 @@ def test_the_run_goes_on_and_is_resumed(tmp_path: Path) -> None:
     run.update()
     assert [line["step"] for line in run.recent] == [*range(1, 43)]
     assert run.series["loss"].points()[0].tolist() == [*range(1, 43)]
+
+
+def test_files_in_another_encoding_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """UTF-16 of Windows, and Latin-1 in the report of a failure."""
+    folder = write_run(tmp_path / "run", steps=3)
+    names = ("metrics.jsonl", "ranks.jsonl")
+    texts = {name: (folder / name).read_text() for name in names}
+    for name in names:
+        (folder / name).write_text(texts[name], "utf-16")
+    (folder / "failure.txt").write_bytes(b"caf\xe9 rank 1 died\n")
+    told = [f"{name} has {texts[name].count(chr(10))} damaged lines, which are left out" for name in names]
+    run = Watched(folder)
+    for _ in range(2):
+        run.update()
+        assert run.notes == told and run.status().words == "failed: caf\\xe9 rank 1 died"
+    assert report.main([str(folder)]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "damaged" in line] == [
+        f"report: run: {line}" for line in told
+    ]
+    for name in names:
+        (folder / name).write_text(texts[name])
+    run.update()
+    assert run.notes == [] and run.last is not None and run.last["step"] == 3
 
 
 def test_a_file_that_cannot_be_read_is_named_and_read_later(tmp_path: Path) -> None:
