@@ -120,21 +120,26 @@ NAMED = (
     ),
 )
 FORMS = TOKENS + NAMED
-_COMPILED = [(form.words.split(), re.compile(form.pattern), form.check) for form in FORMS]
+_COMPILED = [(frozenset(form.words.split()), re.compile(form.pattern), form.check) for form in FORMS]
+_WORDS = tuple(dict.fromkeys(word for form in FORMS for word in form.words.split()))
+
+
+def _words_in(text: str) -> list[str]:
+    lower = text.lower()
+    return [word for word in _WORDS if word in lower]  # twice as fast as to ask for the words of each form
 
 
 def may_have(text: str) -> bool:
     """Whether `hidden` searches the text. If it does not search some texts together, it searches none of them."""
-    lower = text.lower()
-    return any(word in lower for words, _, _ in _COMPILED for word in words)
+    return bool(_words_in(text))
 
 
 def hidden(text: str) -> str:
     """The text with HIDDEN in place of the secrets of all forms."""
-    lower = text.lower()
-    for words, pattern, check in _COMPILED:
-        if any(word in lower for word in words):
-            text = pattern.sub(partial(_hidden, check), text)
+    if found := _words_in(text):
+        for words, pattern, check in _COMPILED:
+            if not words.isdisjoint(found):
+                text = pattern.sub(partial(_hidden, check), text)
     return text
 
 

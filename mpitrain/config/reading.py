@@ -18,7 +18,7 @@ import msgspec
 from collectives.secret_forms import HIDDEN
 from collectives.texts import without_secrets
 from mpitrain.config.errors import ConfigError
-from mpitrain.config.secrets import ON_EVENT, public, reachable
+from mpitrain.config.secrets import ON_EVENT, Bounded, public, reachable
 from mpitrain.config.settings import Config, kinds
 from mpitrain.config.writing import print_help, wanted
 from mpitrain.files import read_toml, toml_of
@@ -62,7 +62,7 @@ def of_run(path: Path) -> Config:
         values = _read_document(lambda: _values_of(read_toml(path), str(path)), str(path))
     except OSError as error:
         raise ConfigError(f"settings file {path}: {error.strerror or error}") from None
-    found = reachable(public(_build(Config(), values)))
+    found = reachable(public(_build(Config(), values), Bounded()))
     return replace(found, log=replace(found.log, modules=()))
 
 

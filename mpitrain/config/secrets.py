@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from collectives.secret_forms import HIDDEN
-from collectives.texts import without_secrets
+from collectives.secret_forms import HIDDEN, may_have
+from collectives.texts import may_have_secrets, without_secrets
 from mpitrain.config.settings import Config, flat
 
 ON_EVENT = "log.on_event"
 """The setting of a command that may have a secret, such as the address of a web hook."""
+_MOST_SEARCHED = 4_000_000
+"""Characters with words that secrets have. To search so many takes a second or two."""
 
 
-def public(config: Config) -> Config:
-    """The settings without the command of log.on_event, and without the secrets of addresses and other texts: see `without_secrets`."""
+def public(config: Config, hide: Callable[[str], str] = without_secrets) -> Config:
+    """The settings without the command of log.on_event, and without the secrets of addresses and other texts: see `without_secrets`.
+
+    `hide`: makes texts public.
+    """
     section, _, name = ON_EVENT.partition(".")
-    shown: Config = _public(config)
+    shown: Config = _public(config, hide)
     return replace(shown, **{section: replace(getattr(shown, section), **{name: None})})
 
 
@@ -41,12 +47,27 @@ def _is_hidden(text: str) -> bool:
     return HIDDEN in text
 
 
-def _public(value: Any) -> Any:
+class Bounded:
+    """`without_secrets` of a stranger's texts: from the first one with which the search would take seconds, HIDDEN stands for each that
+    may have a secret."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_SEARCHED
+
+    def __call__(self, text: str) -> str:
+        """The text to be used."""
+        if not may_have_secrets(text):
+            return text
+        self._left -= len(text) if may_have(text) else len(text) // 4  # an address alone is searched faster
+        return HIDDEN if self._left < 0 else without_secrets(text)
+
+
+def _public(value: Any, hide: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return without_secrets(value)
+        return hide(value)
     if isinstance(value, tuple):
-        return tuple(map(_public, value))
+        return tuple(_public(each, hide) for each in value)
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {field.name: _public(getattr(value, field.name)) for field in fields(value)}
+        changed = {field.name: _public(getattr(value, field.name), hide) for field in fields(value)}
         return replace(value, **changed)
     return value

@@ -27,7 +27,7 @@ import ckpt
 from collectives.secret_forms import NAMED
 from collectives.secret_tokens import TOKENS, Form
 from collectives.texts import may_have_secrets, shown, without_secrets
-from mpitrain.config import Config, ConfigError, LogConfig, hidden, of_run, parse, public, to_toml
+from mpitrain.config import Config, ConfigError, LogConfig, hidden, of_run, parse, public, secrets, to_toml
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.open_shards import OpenShards
 from mpitrain.data.shards import list_shards
@@ -493,6 +493,24 @@ def test_what_a_run_folder_says_is_no_command(tmp_path: Path) -> None:
     os.mkfifo(file)
     with pytest.raises(ConfigError, match="it is a pipe; expected a regular file"):
         of_run(file)
+
+
+def test_the_search_in_the_settings_of_a_run_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that are not searched any more are hidden, and settings of many shards are not so long."""
+    monkeypatch.setattr(secrets, "_MOST_SEARCHED", 400_000)
+    file = tmp_path / "config.toml"
+    shards = [f"s3://bucket/data/train/part-{number:06}-of-100000.jsonl.zst" for number in range(20_000)]
+    file.write_text(f"[data]\npath = {json.dumps(shards)}\n")
+    assert list(of_run(file).data.path) == shards
+    longs = [f"API_KEY=S3CRET01 {'a' * 39_980}{number:03}" for number in range(12)]
+    file.write_text(f"[data]\npath = {json.dumps(['a.jsonl', *longs])}\n")
+    found = of_run(file)
+    assert (
+        found.data.path[11:] == ("***", "***")
+        and found.data.path[0] == "a.jsonl"
+        and "S3CRET" not in str(found.data.path)
+    )
+    assert found.data.path[10].startswith("API_KEY=*** a") and hidden(found) == ["data.path"]
 
 
 def test_an_evaluation_needs_the_addresses_of_the_data_alone(tmp_path: Path) -> None:
