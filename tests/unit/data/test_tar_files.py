@@ -432,12 +432,10 @@ def test_one_warning_of_all_shards_without_their_secrets(tmp_path: Path, monkeyp
 def test_one_warning_of_workers_that_end_with_each_epoch(tmp_path: Path) -> None:
     """As those of a DataLoader without persistent_workers, and a sampler that does not ask for the length."""
     path = tar_of(tmp_path / "a.tar", [entry("0.txt", b"0"), entry(".hidden", b"1")])
-    samples, other = TarSamples(str(path), dict), TarSamples(str(path), dict)
+    samples = TarSamples(str(path), dict)
 
-    def told(of: TarSamples[dict[str, Any]]) -> int:
-        program = "import pickle, sys; len(pickle.load(sys.stdin.buffer))"
-        ended = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(of), capture_output=True, check=True)
-        return ended.stderr.count(b"1 of its entries is left out")
-
-    assert [told(samples), told(samples), told(other)] == [1, 0, 1]
-    assert len(samples) == len(other) == 1  # without a warning, which would be an error
+    program = [sys.executable, "-c", "import pickle, sys; len(pickle.load(sys.stdin.buffer))"]
+    for expected in (1, 0):
+        ended = subprocess.run(program, input=pickle.dumps(samples), capture_output=True, check=True)
+        assert ended.stderr.count(b"1 of its entries is left out") == expected
+    assert len(samples) == 1  # without a warning, which would be an error
