@@ -279,6 +279,21 @@ def test_long_runs_take_little_memory(tmp_path: Path) -> None:
     assert "19,900" in text and "20,000" not in text.split("ms a step")[0].split("tokens/s  mean")[-1]
 
 
+def test_a_long_session_keeps_its_begin(tmp_path: Path) -> None:
+    """Of many events after it the last ones are held, and it is still known when another one is the last."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    begin, save = {"event": "begin", "step": 0, "ranks": 2, "hosts": ["a", "b"]}, {"event": "save", "step": 1}
+    file = folder / "events.jsonl"
+    file.write_text("".join(json.dumps(event) + "\n" for event in (begin, *[save] * 1200)))
+    run = Watched(folder)
+    run.update()
+    assert run.hosts == ["a", "b"] and run.session[0]["event"] == "begin" and len(run.session) == 1001
+    file.write_text(file.read_text() + json.dumps(begin | {"hosts": ["c", "b"]}) + "\n")
+    run.update()
+    assert run.hosts == ["c", "b"] and len(run.session) == 1
+
+
 def test_ranges_of_steps() -> None:
     everything = Range()
     assert everything.span(1, 1000) == (1, 1000)
