@@ -28,7 +28,7 @@ class Limits(NamedTuple):
     """In all."""
     piece_rows: int = 1 << 20
     """Decoded at a time: rows without text have no bytes."""
-    most_rows: int = 1 << 25
+    most_rows: int = 1 << 24
     """In all: 6 to 9 bytes of memory each, and 24 while they are permuted."""
 
 

@@ -55,7 +55,7 @@ def test_a_row_group_with_more_text_than_is_held(tmp_path: Path, encoding: str, 
         reader.close()
     with pytest.raises(
         DamagedShardError,
-        match=r"a.parquet, row group 0: \d+ rows are read at once, .* at most 33554432 rows of 5000000",
+        match=r"a.parquet, row group 0: \d+ rows are read at once, .* at most 16777216 rows of 5000000",
     ):
         read(ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=SMALL._replace(most_bytes=5_000_000)))
 
