@@ -246,6 +246,21 @@ def making(path: Path, mode: int = 0o666) -> BinaryIO:
     return open(open_new(path, mode), "w+b", buffering=0)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder in that of a run, if there is none. OddFileError if there is a link in its place, OSError if it cannot be made.
+
+    What a run writes stays in its folder. Its user may move that, or its checkpoints, by a link: others may not choose another place.
+    """
+    check_own(path)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def check_own(path: Path) -> None:
+    """OddFileError if there is a link in the place of a folder of a run."""
+    if path.is_symlink():
+        raise OddFileError(errno.ELOOP, "it is a link; expected a folder, or none", str(path))
+
+
 def replace(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Replace a file, so that a reader finds the old one or the new one. `mode`: of the new one, less the umask. OSError."""
     partial = partial_of(path)

@@ -7,6 +7,7 @@ import collectives
 from collectives import Communicator
 from mpitrain.config import Config
 from mpitrain.elastic.marks import Marks, Phase, Reason, launch_number
+from mpitrain.files import check_own
 from mpitrain.rank0 import on_rank0
 from mpitrain.train.run import Run
 
@@ -27,11 +28,11 @@ class SharedFolder:
         self.start, self.beginning = on_rank0(self._comm, lambda: self._run.start(self._config))
 
     def take(self, say: Callable[[str], object]) -> None:
-        """Lock the folder for the training. `say`: see `Run.lock`."""
+        """Lock the folder for the training. `say`: see `Run.lock`; rank 0 calls it."""
         with self._comm.together():
             if self._comm.rank == 0:
                 self._run.lock(say)
-        self._report_into_it()
+        self._report_into_it(say)
         self._find_start()
 
     def prepare(self, say: Callable[[str], object]) -> None:
@@ -61,10 +62,15 @@ class SharedFolder:
         with self._comm.together():
             self._marks.done(reason, step)
 
-    def _report_into_it(self) -> None:
+    def _report_into_it(self, say: Callable[[str], object] = lambda line: None) -> None:
         """From now on reports of a hang or a failure are written into the folder. A supervisor adds the event by itself."""
         self._run.token = on_rank0(self._comm, lambda: self._run.token)
         if not os.environ.get("MPITRAIN_RECORD_DIR"):
-            collectives.set_record_folder(self._run.folder / "flight-record", self._run.may_report)
+            try:
+                check_own(folder := self._run.folder / "flight-record")
+                collectives.set_record_folder(folder, self._run.may_report)
+            except OSError as error:
+                if self._comm.rank == 0:
+                    say(f"run: {error}; flight records go to stderr alone")
         tell = None if launch_number() else self._run.write_failure_event
         collectives.set_failure_file(self._run.failure, tell, self._run.may_report)

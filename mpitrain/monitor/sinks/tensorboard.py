@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from mpitrain.files import make_folder
 from mpitrain.monitor.sinks import event_file
 from mpitrain.monitor.sinks.event_file import EventFile
 from mpitrain.monitor.sinks.sink import About, Figures, Sink, tag
@@ -31,7 +32,7 @@ class TensorBoard(Sink):
     def open(self, about: About) -> None:
         self._last_step, now = about.steps_done, time.time()
         folder = about.folder / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         # TensorBoard reads the files in the order of their names.
         earlier = [int(found[1]) for path in folder.iterdir() if (found := _NAME.match(path.name))]
         number = max([int(now), *(last + 1 for last in earlier)])

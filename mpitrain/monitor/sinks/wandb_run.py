@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpitrain.files import OddFileError, blocks_of_lines, open_regular
+from mpitrain.files import OddFileError, blocks_of_lines, check_own, open_regular
 from mpitrain.monitor.sinks.sink import About
 
 _MOST_ROWS = 1_000_000
@@ -22,6 +22,8 @@ class WandbRun:
     """
 
     def __init__(self, about: About, run_id: str) -> None:
+        for name in ("wandb", ".wandb"):  # the second one is taken if it is there
+            check_own(about.folder / name)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 

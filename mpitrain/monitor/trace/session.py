@@ -15,7 +15,7 @@ from torch import nn
 import collectives
 from collectives import Communicator
 from collectives.diagnosis import record
-from mpitrain.files import making, partial_of, write_all
+from mpitrain.files import make_folder, making, partial_of, write_all
 from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.monitor.trace import communication, packing
 from mpitrain.monitor.trace.clocks import TAG, Clocks
@@ -184,7 +184,7 @@ def _write(file: Path, pieces: Iterable[bytes]) -> OSError | None:
     problem: OSError | None = None
     with ExitStack() as ended:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(file.parent)
             partial = partial_of(file)
             there = ended.enter_context(making(partial))
         except OSError as error:

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from mpitrain.config import ConfigError
+from mpitrain.files import make_folder
 from mpitrain.monitor.sinks import About, Sink, check_sinks, csv_file, make_sinks, outside, program, wandb_run
+from mpitrain.monitor.trace import session
 
 SETTINGS = {
     "run": "runs/a",
@@ -143,6 +145,32 @@ def test_files_of_sinks_that_no_run_has_written(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(wandb_run, "_MOST_ROWS", 1)
     with pytest.raises(OSError, match="it has more than 1 rows after step 1"):
         wandb_run._later_rows(rows_of_wandb, 1)
+
+
+def test_a_folder_of_a_sink_is_no_link(tmp_path: Path) -> None:
+    """Nothing is written elsewhere. The folder of the run may be a link of its user."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "stored").mkdir()
+    run = tmp_path / "run"
+    run.symlink_to("stored")
+    link = run / "tensorboard"
+    for target in ("../elsewhere", tmp_path / "elsewhere", "../nothing"):
+        link.symlink_to(target)
+        with pytest.raises(OSError, match=f"{link}: it is a link; expected a folder, or none"):
+            opened("tensorboard", run)
+        with pytest.raises(OSError, match="it is a link"):
+            make_folder(link)
+        link.unlink()
+    for name in ("wandb", ".wandb"):
+        (run / name).symlink_to("../elsewhere")
+        with pytest.raises(OSError, match=f"{name}: it is a link; expected a folder, or none"):
+            wandb_run.WandbRun(about(run, 0), "id")
+        (run / name).unlink()
+    (run / "traces").symlink_to("../elsewhere")
+    assert "it is a link" in str(session._write(run / "traces/step-00000001.json.gz", [b"trace"]))
+    assert not any((tmp_path / "elsewhere").iterdir()) and not (tmp_path / "nothing").exists()
+    opened("tensorboard", run).close()
+    assert any((tmp_path / "stored/tensorboard").iterdir())
 
 
 def test_a_csv_file_without_a_whole_header_begins_anew(tmp_path: Path) -> None:
