@@ -23,7 +23,7 @@ import numpy as np
 
 import ckpt
 from ckpt.storage.file_info import FileInfo
-from ckpt.storage.local_path import read_given
+from ckpt.storage.local_path import open_given, read_given
 from collectives.texts import without_secrets
 from mpitrain.data.checksums import is_checksum_list, read_checksums
 from mpitrain.data.documents import ending_of
@@ -191,9 +191,11 @@ def _local(names: Sequence[str], are_patterns: bool) -> dict[str, FileInfo]:
                 if stat.S_ISREG(its.st_mode):
                     found[os.path.abspath(each)] = FileInfo(its.st_size, "")
                 elif not stat.S_ISDIR(its.st_mode):
-                    raise ValueError(f"data: {each} is neither a file nor a folder; expected documents")
+                    os.close(open_given(each))  # an error that says what it is
         except OSError as error:
             raise ValueError(f"data: {error.filename} cannot be read: {error.strerror or error}") from None
+        except ValueError as error:
+            raise ValueError(f"data: {error}") from None
     return found
 
 

@@ -57,9 +57,9 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         ([f"{tmp_path}/*.jsonl"], r"\*.jsonl names no file"),
         ([str(tmp_path)], "is a folder; expected shards, such as .*/\\*.jsonl"),
         ([f"{tmp_path}/*.tar"], "empty.tar is empty"),
-        ([f"{tmp_path}/pipe.h5"], "pipe.h5 is neither a file nor a folder; expected documents"),
-        ([f"{tmp_path}/p*"], "pipe.h5 is neither a file nor a folder; expected documents"),
-        ([f"{tmp_path}/zero.json"], "zero.json is neither a file nor a folder; expected documents"),
+        ([f"{tmp_path}/pipe.h5"], "pipe.h5 is a pipe; expected a regular file"),
+        ([f"{tmp_path}/p*"], "pipe.h5 is a pipe; expected a regular file"),
+        ([f"{tmp_path}/zero.json"], "zero.json is a device; expected a regular file"),
         ([], "expected the names of shards"),
     ):
         with pytest.raises(ValueError, match=text):
