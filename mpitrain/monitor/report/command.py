@@ -1,7 +1,6 @@
 """`python -m mpitrain report RUN [RUN ...]`: see USAGE."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def main(words: Sequence[str]) -> int:
         _write(out, page)
     for run in runs:
         for note in run.notes:
-            print(f"report: {run.name}: {note}", file=sys.stderr)
+            print(f"{run.name}: {note}")
     print(f"{shown(str(out))}: {len(page) / 1e6:.2f} MB")
     if png is not None:
         from mpitrain.monitor.report.pictures import draw

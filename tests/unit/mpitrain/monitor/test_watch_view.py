@@ -241,8 +241,8 @@ def test_files_in_another_encoding_are_told(tmp_path: Path, capsys: pytest.Captu
         run.update()
         assert run.notes == told and run.status().words == "failed: caf\\xe9 rank 1 died"
     assert report.main([str(folder)]) == 0
-    assert [line for line in capsys.readouterr().err.splitlines() if "damaged" in line] == [
-        f"report: run: {line}" for line in told
+    assert [line for line in capsys.readouterr().out.splitlines() if "damaged" in line] == [
+        f"run: {line}" for line in told
     ]
     for name in names:
         (folder / name).write_text(texts[name])
