@@ -130,7 +130,8 @@ def test_nothing_found_says_where(tmp_path: Path) -> None:
     root = write(tmp_path, {"a.txt": b"", "b.dat": b"\0"})
     with pytest.raises(ValueError) as caught:
         scan([root])
-    assert str(caught.value) == f"data.path: expected text files that are not empty, found none in {root}"
+    left_out = f"{root} has 1 file of other formats than text, left out, the first one b.dat"
+    assert str(caught.value) == f"data.path: expected text files that are not empty, found none in {root}; {left_out}"
     with pytest.raises(ValueError, match=r"expected files ending in \.c, \.h"):
         scan([root], [".c", ".h"])
 
