@@ -121,9 +121,9 @@ def corrections(everyone: Sequence[Meetings], host_of: Sequence[int]) -> list[Li
     """For each rank the line to apply to its times, so that no operation ends before one that it waits for was entered.
 
     The clocks of hosts are known to some microseconds. A message that arrives before it was sent shows the rest of the error. Then the
-    lines of both hosts move until it does not at these times, except for that of rank 0's host (the relaxation method for linear
-    inequalities of Agmon and Motzkin 1954). The true clocks are a solution, if they drift evenly. The method ends after `_MAX_MOVES`, as
-    a wrong record may have none.
+    lines of both hosts move until it does not at these times, except for that of rank 0's host. (The relaxation method for linear
+    inequalities of Agmon and Motzkin, 1954.) The true clocks are a solution, if they drift evenly. The method ends after
+    `_MAX_MOVES`, as a wrong record may have none.
     """
     begin = min((float(each.entered.min()) for each in everyone if len(each.keys)), default=0.0)
     span = max((float(each.ended.max()) for each in everyone if len(each.keys)), default=0.0) - begin
