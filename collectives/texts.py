@@ -4,11 +4,14 @@ Pure, of the standard library alone, like `addresses.py`, `secret_forms.py` and 
 without the package (`mpitrain.files.load_alone`), on hosts without what the rest of collectives needs.
 """
 
+import re
 import unicodedata
+from urllib.parse import unquote
 
 from collectives.addresses import without_packed, without_users
-from collectives.secret_forms import hidden, may_have
+from collectives.secret_forms import HIDDEN, hidden, may_have
 
+_BETWEEN_PARTS = re.compile("[:/?#&;=@]")
 _JOINERS = "\u00ad\u200c\u200d"  # soft hyphen, zero-width non-joiner and joiner: texts in Persian and emoji have them
 
 
@@ -38,7 +41,7 @@ def shown(text: str, *, lines: bool = False) -> str:
     return text if text.isprintable() else text.translate(_SHOWN_LINES if lines else _SHOWN)
 
 
-def without_secrets(text: str) -> str:
+def without_secrets(text: str, of: str = "") -> str:
     """The text with *** in place of secrets.
 
     In addresses (SCHEME://...) these are user and password, and all parameters but a few that are known to be no secrets, such as
@@ -47,8 +50,26 @@ def without_secrets(text: str) -> str:
 
     A password may have any characters, blanks if the address is all of the text or stands in quotes. An @ in the path of an address
     stays if a host stands before it for certain.
+
+    Args:
+        of: an address. What is hidden of it is hidden wherever it stands in the text: libraries repeat parts of an address.
     """
-    return hidden(without_packed(without_users(text), without_secrets))
+    text = hidden(without_packed(without_users(text), without_secrets))
+    for part in _hidden_parts(of):
+        text = text.replace(part, HIDDEN)
+    return text
+
+
+def _hidden_parts(address: str) -> list[str]:
+    """The parts of an address that are not shown, as they stand there and decoded, the longest first."""
+    public = without_secrets(address) if address else address
+    if public == address:
+        return []
+    before, _, after = public.partition(HIDDEN)
+    whole = address.removeprefix(before).removesuffix(after.rpartition(HIDDEN)[2])
+    shown_parts = set(_BETWEEN_PARTS.split(public))
+    parts = {whole, *(part for part in _BETWEEN_PARTS.split(address) if part not in shown_parts)}
+    return sorted({each for part in parts for each in (part, unquote(part)) if len(each) > 2}, key=len, reverse=True)
 
 
 def may_have_secrets(text: str) -> bool:

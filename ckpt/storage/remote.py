@@ -243,14 +243,14 @@ class Url(os.PathLike[str]):
 
     def _named(self, error: Exception) -> OSError:
         """The error of a library as an OSError."""
-        text = without_secrets(str(error))
+        text = without_secrets(str(error), of=os.fspath(self))
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         if isinstance(error, PermissionError):  # s3fs' have no number
-            return PermissionError(errno.EACCES, without_secrets(error.strerror or text), str(self))
+            return PermissionError(errno.EACCES, without_secrets(error.strerror or text, of=os.fspath(self)), str(self))
         if isinstance(error, OSError):
             if error.errno is not None and error.strerror:
-                return OSError(error.errno, without_secrets(error.strerror), str(self))
+                return OSError(error.errno, without_secrets(error.strerror, of=os.fspath(self)), str(self))
             return OSError(f"{self}: {text}")
         if getattr(error, "status", None) in (401, 403):  # of HTTP
             return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))

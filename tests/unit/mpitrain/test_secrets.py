@@ -384,6 +384,17 @@ def test_secrets_in_other_forms_are_hidden() -> None:
     assert "S3CRET" not in without_secrets(joined)
 
 
+def test_parts_of_an_address_that_a_library_repeats_are_hidden() -> None:
+    address = "https://ann:pa%73sw@host/data/x?token=Zm9v&part=1"
+    said = "ann is not known at host; pa%73sw (passw), Zm9v and data/x, part=1"
+    assert without_secrets(said, of=address) == "*** is not known at host; *** (***), *** and data/x, part=1"
+    assert without_secrets(said, of="https://host/data") == said
+    assert without_secrets("a b", of="s3://a:b@bucket/c") == "a b", "no text has single letters as a secret"
+    pytest.importorskip("fsspec")
+    error = ckpt.Url("s3://AKIA:SECRETK@bucket/a")._named(ValueError('Invalid bucket name "AKIA:SECRETK@bucket"'))
+    assert str(error) == 's3://***@bucket/a: ValueError: Invalid bucket name "***@bucket"'
+
+
 def test_honest_texts_stay() -> None:
     assert [text for text in HONEST_TEXTS if without_secrets(text) != text] == []
 
