@@ -55,8 +55,8 @@ def without_secrets(text: str, of: str = "") -> str:
         of: an address. What is hidden of it is hidden wherever it stands in the text: libraries repeat parts of an address.
     """
     text = hidden(without_packed(without_users(text), without_secrets))
-    for part in _hidden_parts(of):
-        text = text.replace(part, HIDDEN)
+    if parts := _hidden_parts(of):
+        text = re.sub(rf"(?<![\w-])(?:{'|'.join(map(re.escape, parts))})(?![\w-])", HIDDEN, text)
     return text
 
 
@@ -65,11 +65,13 @@ def _hidden_parts(address: str) -> list[str]:
     public = without_secrets(address) if address else address
     if public == address:
         return []
-    before, _, after = public.partition(HIDDEN)
-    whole = address.removeprefix(before).removesuffix(after.rpartition(HIDDEN)[2])
+    user = address.partition("://")[2].rpartition("@")[0] if f"://{HIDDEN}@" in public else ""
     shown_parts = set(_BETWEEN_PARTS.split(public))
-    parts = {whole, *(part for part in _BETWEEN_PARTS.split(address) if part not in shown_parts)}
-    return sorted({each for part in parts for each in (part, unquote(part)) if len(each) > 2}, key=len, reverse=True)
+    others = [part for part in _BETWEEN_PARTS.split(address) if part not in shown_parts]
+    of_user = {user, *_BETWEEN_PARTS.split(user)} - shown_parts
+    # Short parameters such as sv=403 are words of messages.
+    parts = {part for part in of_user if len(part) > 2} | {part for part in others if len(part) > 7}
+    return sorted({each for part in parts for each in (part, unquote(part))}, key=len, reverse=True)
 
 
 def may_have_secrets(text: str) -> bool:

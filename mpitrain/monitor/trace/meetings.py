@@ -140,9 +140,7 @@ def corrections(everyone: Sequence[Meetings], host_of: Sequence[int]) -> list[Li
 
     for _ in range(_MAX_MOVES if len(ends) > 1 else 0):
         now = [each.moved(line) for each, line in zip(everyone, lines(), strict=True)]
-        worst: dict[
-            int, tuple[float, list[tuple[int, np.ndarray]]]
-        ] = {}  # by host: how late, and how much which lines move
+        worst: dict[int, tuple[float, list[tuple[int, np.ndarray]]]] = {}  # by host: how late, and which lines move
         for rank, (mine, last) in enumerate(zip(now, last_of_others(now), strict=True)):
             late = np.where(last.rank >= 0, last.entered - mine.ended, -np.inf)
             host = host_of[rank]
@@ -154,10 +152,13 @@ def corrections(everyone: Sequence[Meetings], host_of: Sequence[int]) -> list[Li
                 worst[host] = float(late[at]), [(its, by) for its, by in both if its != host_of[0]]
         if not worst:
             break
-        for late_s, moves in worst.values():
-            squares = sum(by @ by for _, by in moves)
-            for host, by in moves:
-                ends[host] += _RELAXATION * (late_s + _MARGIN_S) / squares * by
+        moved: set[int] = set()
+        for late_s, moves in sorted(worst.values(), key=lambda its: -its[0]):
+            if moved.isdisjoint(host for host, _ in moves):  # a sender to many hosts moves once, for the latest of them
+                squares = sum(by @ by for _, by in moves)
+                for host, by in moves:
+                    ends[host] += _RELAXATION * (late_s + _MARGIN_S) / squares * by
+                    moved.add(host)
     return lines()
 
 

@@ -78,13 +78,11 @@ class TrainingState:
 
     def _go_on(self, resumed: saving.Resumed, *, is_own: bool) -> None:
         """Go on with the data at the place of a state, or begin them anew: all ranks do the same. Adds to the remarks."""
-        batches, refused = self._work.batches, ""
+        batches, refused, remarks = self._work.batches, "", list[str]()
         with self._comm.together():
             try:
                 batches.check_left_out(resumed.next_sample, resumed.health.get("left_out", ()))
-                resumed.remarks.extend(
-                    batches.load(resumed.step, resumed.next_sample, resumed.documents, resumed.tensors)
-                )
+                remarks = batches.load(resumed.step, resumed.next_sample, resumed.documents, resumed.tensors)
             except ValueError as error:
                 if is_own:
                     raise ConfigError(str(error)) from None
@@ -92,6 +90,7 @@ class TrainingState:
         # A rank has looked at the shards of its own lanes alone.
         reasons = [each for each in self._comm.all_gather_object(refused) if each]
         if not reasons:
+            resumed.remarks.extend(remarks)
             return
         with self._comm.together():
             batches.load(resumed.step, resumed.next_sample, {}, {})

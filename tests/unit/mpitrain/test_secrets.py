@@ -385,9 +385,15 @@ def test_secrets_in_other_forms_are_hidden() -> None:
 
 
 def test_parts_of_an_address_that_a_library_repeats_are_hidden() -> None:
-    address = "https://ann:pa%73sw@host/data/x?token=Zm9v&part=1"
-    said = "ann is not known at host; pa%73sw (passw), Zm9v and data/x, part=1"
-    assert without_secrets(said, of=address) == "*** is not known at host; *** (***), *** and data/x, part=1"
+    address = "https://ann:pa%73sw@host/data/x?token=Zm9vYmFy&part=1&sv=403"
+    said = "ann is not known at host; pa%73sw (passw), Zm9vYmFy and data/x, part=1, annual error 403"
+    assert (
+        without_secrets(said, of=address)
+        == "*** is not known at host; *** (***), *** and data/x, part=1, annual error 403"
+    )
+    assert without_secrets("my-key is there", of="s3://u:key@bucket/my-key") == "my-key is there", (
+        "shown in the address"
+    )
     assert without_secrets(said, of="https://host/data") == said
     assert without_secrets("a b", of="s3://a:b@bucket/c") == "a b", "no text has single letters as a secret"
     pytest.importorskip("fsspec")

@@ -92,6 +92,19 @@ def test_no_arrow_points_back_in_time(messages: list[tuple[int, int, float, floa
     assert all(fix(7.0) == 7.0 for fix in corrections(ranks, [0, 0, 0])), "ranks of one host have one clock"
 
 
+@pytest.mark.parametrize("num_hosts", [3, 64])
+def test_a_sender_to_many_hosts_moves_no_further_than_for_the_latest(num_hosts: int) -> None:
+    """Host 1, whose clock is 20 us ahead, sends to all others, in 5 us."""
+    times = [0.01 * number for number in range(20)]
+    rows: list[list[tuple[int, int, float, float]]] = [[] for _ in range(num_hosts)]
+    for number, sent in enumerate(times):
+        rows[1].append((number, FREES, sent + 2e-5, sent + 2.1e-5))
+        for host in (host for host in range(num_hosts) if host != 1):
+            rows[host].append((number, WAITS, sent, sent + 5e-6))
+    fixes = corrections([meeting(*of_rank) for of_rank in rows], list(range(num_hosts)))
+    assert max(abs(fix(time) - time) for fix in fixes for time in times) < 4e-5
+
+
 # The events and the file
 
 
