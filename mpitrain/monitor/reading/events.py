@@ -72,7 +72,7 @@ def read_events(folder: Path, notes: list[str] | None = None) -> list[dict[str, 
     events: list[dict[str, Any]] = []
     num_damaged = 0
     lines, is_torn, earlier = _last_lines(folder / NAME)
-    for number, line in enumerate(lines, 1):
+    for number, line in reversed(list(enumerate(lines, 1))):  # where texts are too many, the last ones are readable
         try:
             found = json_of(line) if len(line) <= _MOST_LINE_BYTES else None
         except ValueError:
@@ -83,7 +83,9 @@ def read_events(folder: Path, notes: list[str] | None = None) -> list[dict[str, 
             num_damaged += not (is_torn and number == len(lines))
     if num_damaged and notes is not None:
         notes.append(damaged(NAME, num_damaged))
-    return events if earlier is None else [typed(earlier, text), *events]
+    if earlier is not None:
+        events.append(typed(earlier, text))
+    return events[::-1]
 
 
 def _of_events() -> Readable:

@@ -6,17 +6,19 @@ from collectives.texts import may_have_secrets, shown, without_secrets
 
 LONGEST = 100_000
 """Characters of a text. A longer one is told by its length, for a part of it may be a part of a secret."""
-_MOST_SEARCHED = 2_000_000
+MOST_SEARCHED = 2_000_000
 """Characters of all texts of a file in which words stand that secrets have. To search so many takes less than a second."""
 _SHORT, _MOST_KNOWN = 100, 10_000
 
 
 class Readable:
-    """What is shown for the texts of one file. `lines`: line breaks stay. `most`: characters that are shown of a text."""
+    """What is shown for the texts of one file. The first MOST_SEARCHED characters are searched for secrets, so give the texts that
+    matter most first. `lines`: line breaks stay. `most`: characters that are shown of a text. `searched`: in place of MOST_SEARCHED.
+    """
 
-    def __init__(self, *, lines: bool = False, most: int = LONGEST) -> None:
+    def __init__(self, *, lines: bool = False, most: int = LONGEST, searched: int = MOST_SEARCHED) -> None:
         self._lines, self._most = lines, most
-        self._left = _MOST_SEARCHED
+        self.left = searched
         self._known: dict[str, str] = {}  # many events have the same short ones
 
     def __call__(self, text: str) -> str:
@@ -34,8 +36,8 @@ class Readable:
         visible = shown(text, lines=self._lines)
         if not may_have_secrets(visible):
             return visible[: self._most]
-        self._left -= len(visible)
-        return _told(text) if self._left < 0 else without_secrets(visible)[: self._most]
+        self.left -= len(visible)
+        return _told(text) if self.left < 0 else without_secrets(visible)[: self._most]
 
     def all(self, texts: list[str]) -> list[str]:
         """The texts of a list, such as the hosts of a hundred thousand ranks."""

@@ -21,12 +21,14 @@ from mpitrain.config.secrets import ON_EVENT
 from mpitrain.files import read_toml
 from mpitrain.monitor.reading.events import read_events, seconds_of
 from mpitrain.monitor.reading.lines import MOST_FIGURE, MOST_STEP, read_blocks
-from mpitrain.monitor.reading.readable import Readable
+from mpitrain.monitor.reading.readable import MOST_SEARCHED, Readable
 from mpitrain.monitor.reading.tables import Array, Table, TableBuilder
 from mpitrain.monitor.reading.words import GRAVE, damaged
 from mpitrain.monitor.record.events import NAME as EVENTS
 
 _MOST_SETTINGS, _MOST_NAME = 1000, 200
+_MOST_SEARCHED = 4 * MOST_SEARCHED
+"""Of all settings; no run has four such lists of shards."""
 METRICS, RANKS, SETTINGS = "metrics.jsonl", "ranks.jsonl", "config.toml"
 SUMMARY = ("min", "median", "max", "worst rank")
 """The figures of a summary, which stands in place of all ranks' values from 64 ranks on."""
@@ -279,8 +281,14 @@ def flat_settings(document: Mapping[str, Any]) -> dict[str, Any]:
         found |= {f"{name}.{key}": its for key, its in value.items()} if isinstance(value, dict) else {name: value}
     if len(found) > _MOST_SETTINGS:
         raise ValueError(f"it has more than {_MOST_SETTINGS:,} settings")
-    text = Readable()
-    return {shown(name)[:_MOST_NAME]: _readable(value, text) for name, value in found.items() if name != ON_EVENT}
+    readable: dict[str, Any] = {}
+    left = _MOST_SEARCHED
+    for name, value in found.items():
+        if name != ON_EVENT:  # each with its own limit: the same list is shown the same beside other settings
+            text = Readable(searched=(limit := min(MOST_SEARCHED, left)))
+            readable[shown(name)[:_MOST_NAME]] = _readable(value, text)
+            left -= limit - max(text.left, 0)
+    return readable
 
 
 def _readable(value: Any, text: Readable) -> Any:

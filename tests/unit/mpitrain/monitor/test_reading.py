@@ -9,9 +9,10 @@ import pytest
 from mpitrain import files
 from mpitrain.bench.monitoring.recorded_runs import BEGAN, write_run
 from mpitrain.monitor.reading import events as reading_events
+from mpitrain.monitor.reading import run as reading_run
 from mpitrain.monitor.reading.events import read_events
 from mpitrain.monitor.reading.readable import Readable
-from mpitrain.monitor.reading.run import read_run
+from mpitrain.monitor.reading.run import flat_settings, read_run
 from mpitrain.monitor.reading.smoothing import smoothed
 
 
@@ -142,6 +143,35 @@ def test_the_time_of_texts_is_bounded() -> None:
     assert text.all(["node1", "API_KEY=S3CRET01"])[0] == "node1" and "S3CRET" not in str(
         text.all(["node1", "API_KEY=S3CRET01"])
     )
+
+
+def test_the_last_events_are_readable(tmp_path: Path) -> None:
+    """Of more texts than are searched, the last ones are, for those are what `watch` and `report` tell."""
+    line = '{"event": "new kind", "step": %d, "words": "s3://bucket/%s"}\n'
+    (tmp_path / "events.jsonl").write_text("".join(line % (step, "a" * 9_000) for step in range(300)))
+    events = read_events(tmp_path)
+    assert [event["step"] for event in events] == list(range(300))
+    assert events[0]["words"].startswith("(a text of 9,012 characters") and events[-1]["words"].startswith(
+        "s3://bucket/aa"
+    )
+    whole = [event["words"].startswith("s3://") for event in events]
+    assert whole == sorted(whole) and sum(whole) == 221
+
+
+def test_a_long_list_of_settings_is_the_same_beside_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_run, "MOST_SEARCHED", 200_000)
+    monkeypatch.setattr(reading_run, "_MOST_SEARCHED", 800_000)
+    shards = [f"s3://bucket/{'a' * 10_000}{number}" for number in range(30)]
+    short, long = (
+        flat_settings(
+            {"run": f"s3://bucket/{'x' * length}", "data": {"path": shards}, "log": {"project": "a key of b"}}
+        )
+        for length in (1, 30_000)
+    )
+    assert short["data.path"] == long["data.path"] and short["data.path"][-1].startswith("(a text of")
+    assert short["log.project"] == long["log.project"] == "a key of b" and short["run"] != long["run"]
+    many = flat_settings({"data": {f"path{number}": shards[:15] for number in range(9)}})
+    assert many["data.path0"] == shards[:15] and "s3://" not in str(many["data.path8"]), "in bounded time"
 
 
 def test_long_texts_of_settings_are_compared(tmp_path: Path) -> None:
