@@ -45,6 +45,10 @@ class Piece(NamedTuple):
     """First byte taken."""
     end: int
     """Byte after the last one taken."""
+    real: str = ""
+    """The path of the file without links."""
+    split_name: str = ""
+    """The name that decides the side of the split. All names of one file have the same, so that no bytes are on both sides."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ def scan(
 ) -> Listing:
     """List a corpus and split it. The function reads names and sizes, and the first 4 KiB of files.
 
-    The hash of a file's name decides its side of the split, so other files that are added or removed do not move it.
-    With fewer than `MIN_FILES_TO_HASH` files, the held-out side is the last part of all the bytes laid end to end.
+    The hash of a file's name decides its side of the split, so other files that are added or removed do not move it. A link is on the
+    side of its file. With fewer than `MIN_FILES_TO_HASH` files, the held-out side is the last part of all the bytes laid end to end.
 
     Args:
         paths: files and folders; empty: the standard library. A folder stands for all files below it, except hidden files
@@ -109,12 +113,13 @@ def scan(
         )
     digest = hashlib.blake2b(f"{heldout!r}".encode(), digest_size=16)
     for file in files:
-        digest.update(f"{file.name}\0{file.file_bytes}\0".encode(errors="surrogateescape"))
+        of_file = f"\0{file.split_name}" if file.split_name != file.name else ""
+        digest.update(f"{file.name}\0{file.file_bytes}{of_file}\0".encode(errors="surrogateescape"))
     if len(files) < MIN_FILES_TO_HASH:
         train, held = _split_tail(files, heldout)
     else:
-        held = [file for file in files if _share(file.name) < heldout]
-        train = [file for file in files if _share(file.name) >= heldout]
+        held = [file for file in files if _share(file.split_name) < heldout]
+        train = [file for file in files if _share(file.split_name) >= heldout]
     return Listing(Part(tuple(train)), Part(tuple(held)), digest.hexdigest(), tuple(remarks))
 
 
@@ -176,12 +181,17 @@ def _list_files(
                 raise ValueError(f"data.path: {path} cannot be read: permission denied")
             if size:  # a name that two of the paths reach counts once; a link is another name
                 full = os.path.join(os.path.realpath(path.parent), path.name)
-                files.setdefault(full, Piece(name, path, size, 0, size))
-                of_json |= {full: path} if is_json else {}
-    json_bytes = sum(files[full].file_bytes for full in of_json)
+                real = os.path.realpath(full) if os.path.islink(full) else full
+                key = real if default else full  # Pythons differ in their links
+                files.setdefault(key, Piece(name, path, size, 0, size, real))
+                of_json |= {key: path} if is_json else {}
+    json_bytes = sum(files[key].file_bytes for key in of_json)
     if 2 * json_bytes > sum(file.file_bytes for file in files.values()):  # settings in JSON are beside most programs
         remarks.append(json_remark(list(of_json.values())))
-    return list(files.values())
+    name_of: dict[str, str] = {}  # of each real file: its own name, or else that of the first link to it
+    for file in files.values():
+        name_of.setdefault(file.real, files.get(file.real, file).name)
+    return [file._replace(split_name=name_of[file.real]) for file in files.values()]
 
 
 def _check_there(path: Path) -> None:
@@ -205,14 +215,13 @@ def share_of(key: bytes) -> float:
 
 
 def _split_tail(files: list[Piece], heldout: float) -> tuple[list[Piece], list[Piece]]:
-    """Cut all bytes laid end to end once: the first part trains, the rest is held out."""
-    num_train = round(sum(file.file_bytes for file in files) * (1 - heldout))
-    train, held = [], []
-    for file in files:
-        cut = min(max(num_train, 0), file.file_bytes)
-        if cut:
-            train.append(file._replace(end=cut))
-        if cut < file.file_bytes:
-            held.append(file._replace(begin=cut))
-        num_train -= file.file_bytes
+    """Cut all bytes laid end to end once: the first part trains, the rest is held out. All names of a file have the same cut."""
+    num_bytes = {file.real: file.file_bytes for file in files}
+    num_train = round(sum(num_bytes.values()) * (1 - heldout))
+    cuts: dict[str, int] = {}
+    for real, size in num_bytes.items():
+        cuts[real] = min(max(num_train, 0), size)
+        num_train -= size
+    train = [file._replace(end=cuts[file.real]) for file in files if cuts[file.real]]
+    held = [file._replace(begin=cuts[file.real]) for file in files if cuts[file.real] < file.file_bytes]
     return train, held

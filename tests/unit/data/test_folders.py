@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 
 from mpitrain.data import folders, read_into, scan
-from mpitrain.data.corpus import Listing
+from mpitrain.data.corpus import Listing, Part
 
 
 def text_of(listing: Listing) -> bytes:
-    buffer = np.empty(listing.train.num_tokens, np.uint8)
-    read_into(listing.train, buffer)
+    return text_of_part(listing.train)
+
+
+def text_of_part(part: Part) -> bytes:
+    buffer = np.empty(part.num_tokens, np.uint8)
+    read_into(part, buffer)
     return buffer.tobytes()
 
 
@@ -70,6 +74,38 @@ def test_links_that_stay_in_the_folder(folder: Path, tmp_path: Path) -> None:
         assert text_of(listing) == b"aaa\0bb\0bb\0aaa\0" and listing.remarks == ()
     again = scan([str(each) for each in (folder, tmp_path / "other/inner/d.txt", tmp_path / "other")], heldout=0)
     assert text_of(again) == b"aaa\0bb\0bb\0aaa\0"
+
+
+@pytest.mark.parametrize("num_files", [7, 60])
+@pytest.mark.parametrize("has_files", [True, False])
+def test_a_link_is_on_the_side_of_its_file(tmp_path: Path, num_files: int, has_files: bool) -> None:
+    """Also if two links lead to a file that is not listed itself. The side of a file is that of a folder without links."""
+    for name in ("data", "plain", "elsewhere"):
+        (tmp_path / name).mkdir()
+    files = tmp_path / ("data" if has_files else "elsewhere")
+    for n in range(num_files):
+        text = f"{n:05}\n" * 20
+        (files / f"{n}.txt").write_text(text)
+        (tmp_path / f"plain/{n}.txt").write_text(text)
+        for link in (f"{n}.txt", f"other {n}.txt")[has_files:]:
+            (tmp_path / "data" / link).symlink_to(files / f"{n}.txt")
+    listing = scan([str(tmp_path / "data")], heldout=0.35, follow_links=True)
+    plain = scan([str(tmp_path / "plain")], heldout=0.35)
+    for part, its in ((listing.train, plain.train), (listing.heldout, plain.heldout)):
+        assert len(part.pieces) == 2 * len(its.pieces) > 0
+        assert set(text_of_part(part).split(b"\0")) == set(text_of_part(its).split(b"\0"))
+    (tmp_path / "data/other 0.txt").unlink()
+    (tmp_path / "data/other 0.txt").write_text("00000\n" * 20)
+    assert scan([str(tmp_path / "data")], heldout=0.35, follow_links=True).fingerprint != listing.fingerprint
+
+
+def test_the_standard_library_has_each_file_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The Python of Debian has links in it, other ones have not."""
+    (tmp_path / "b.py").write_text("pass\n")
+    (tmp_path / "a.py").symlink_to("b.py")
+    monkeypatch.setattr("mpitrain.data.corpus._STDLIB", str(tmp_path))
+    (piece,) = scan((), heldout=0).train.pieces
+    assert piece.name == "a.py"
 
 
 def test_the_cache_of_the_hugging_face_hub(tmp_path: Path) -> None:
