@@ -39,11 +39,15 @@ class Origin(NamedTuple):
         return OpenShards(self.shards, cache.local, field=self.field, say=say_remark)
 
     def fingerprint(self) -> str:
-        """A hash of the names and sizes of the shards, and of what the names hide."""
+        """A hash of the names and sizes of the shards."""
         digest = hashlib.blake2b(self.shards.sizes.astype("<i8").tobytes(), digest_size=8)
-        marks = self.shards.marks if any(self.shards.marks) else ()
-        digest.update("\0".join([*self.shards.names, *marks]).encode(errors="surrogateescape"))
+        digest.update("\0".join(self.shards.names).encode(errors="surrogateescape"))
         return digest.hexdigest()
+
+    def mark(self) -> str:
+        """A hash of what the names hide; "" if they hide nothing but users and signatures."""
+        marks = "\0".join(self.shards.marks) if any(self.shards.marks) else ""
+        return hashlib.blake2b(marks.encode(), digest_size=8).hexdigest() if marks else ""
 
 
 class Part(NamedTuple):

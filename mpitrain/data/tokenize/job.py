@@ -66,7 +66,7 @@ def tokenize(config: DataConfig, folder: Path, comm: Communicator) -> Result:
         if comm.rank == 0:
             lock = job.output.lock()
     try:
-        job.is_earlier = on_rank0(comm, lambda: job.output.begin(job.settings())) < VERSION
+        job.is_earlier = on_rank0(comm, lambda: job.output.begin(job.settings(), job.marks())) < VERSION
         result = job.run()
     finally:
         if lock is not None:
@@ -108,6 +108,10 @@ class _Job:
             "sources": [[each.name, each.field, len(each.shards.names), each.fingerprint()] for each in self._origins],
             "pieces": hashlib.blake2b(msgspec.json.encode(self._pieces), digest_size=8).hexdigest(),
         }
+
+    def marks(self) -> list[str]:
+        """What the names of the shards hide, by source."""
+        return [origin.mark() for origin in self._origins]
 
     def run(self) -> Result:
         """Write all files that are missing. Collective."""

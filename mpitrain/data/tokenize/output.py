@@ -10,7 +10,7 @@ OUT/tokenize.json               what the files are made of: a job with other set
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ import numpy as np
 from collectives.files import write_new
 from mpitrain.config import ConfigError, FolderInUseError
 from mpitrain.data.documents import VERSION
+from mpitrain.data.remarks import Remark, say_remark
 from mpitrain.data.tokenize.documents import Piece
 from mpitrain.elastic.folder_lock import FolderLock, LockedError
 
-_SETTINGS, _VERSION = "tokenize.json", "reader"
+_SETTINGS, _VERSION, _MARKS = "tokenize.json", "reader", "marks"
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,14 +56,15 @@ class Output:
                 f"tokenize: {error} writes to {self.folder}; wait for its end, or choose another --out"
             ) from None
 
-    def begin(self, settings: Mapping[str, Any]) -> int:
+    def begin(self, settings: Mapping[str, Any], marks: Sequence[str] = ()) -> int:
         """Prepare the folder for the ranks of a job, on rank 0. ConfigError if it has something else, or tokens of other settings.
 
+        `marks`: of the sources (Origin.mark). Other ones than before are a line for the user: a signature may have been made anew.
         Returns the version of the readers (documents.VERSION) of an earlier job in the folder, or of this one.
         """
         version = VERSION
         if (path := self.folder / _SETTINGS).exists():
-            version = self._check(path, settings)
+            version = self._check(path, settings, marks)
         elif others := sorted(each.name for each in self.folder.iterdir() if not each.name.startswith(".")):
             raise ConfigError(
                 f"tokenize: --out: expected an empty folder or that of an earlier job, got {self.folder} with {others[0]}"
@@ -71,7 +73,9 @@ class Output:
         self._claims.mkdir()
         for left in self.folder.glob("*.part"):  # by ranks that were killed
             left.unlink()
-        whole = {**settings, _VERSION: version} if version > 1 else settings
+        whole = {**settings, _VERSION: version} if version > 1 else dict(settings)
+        if any(marks):
+            whole[_MARKS] = list(marks)
         _write(path, msgspec.json.format(msgspec.json.encode(whole), indent=1))
         return version
 
@@ -135,7 +139,7 @@ class Output:
         """Whether a rank has told the others to end."""
         return (self._claims / "failed").exists()
 
-    def _check(self, path: Path, settings: Mapping[str, Any]) -> int:
+    def _check(self, path: Path, settings: Mapping[str, Any], marks: Sequence[str]) -> int:
         """The version of the readers of the job that has left these settings. ConfigError if it was another job."""
         try:
             there = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -155,6 +159,13 @@ class Output:
             raise ConfigError(
                 f"tokenize: {self.folder} has tokens by version {version!s:.20} of the readers, and this program has {VERSION}; take a "
                 "program that is as new, or another --out"
+            )
+        if there.get(_MARKS) != (list(marks) if any(marks) else None):
+            its = "hidden parameters of the addresses have changed, or the folder does not have them"
+            say_remark(
+                Remark(
+                    f"shards of {self.folder} are known by name and size alone: {its}. If the files are others, choose another --out"
+                )
             )
         return version
 
