@@ -13,21 +13,25 @@ from typing import NamedTuple
 
 
 def _is_drawn(text: str) -> bool:
-    """Whether less than 70 % of the letters are in words, such as Qwen2TokenizerFast has. No word is longer than 20
-    letters, or begins like the alphabet or xxx, as tokens of examples do."""
+    """Whether less than 70 % of the letters are in words, such as Qwen2TokenizerFast has. Words have vowels. None is longer
+    than 20 letters, or begins like the alphabet or xxx, as tokens of examples do."""
     in_words = sum(len(found[0]) for found in _WORDS.finditer(text))
     return in_words < 0.7 * sum(map(str.isalpha, text))
 
 
-_WORDS = re.compile(r"(?!.?abcde|.?([a-z])\1\1)(?:[A-Z][a-z]{2,19}|(?<![A-Za-z])[a-z]{4,20})(?![a-z])")
+_WORDS = re.compile(
+    r"(?!.?abcde|.?([a-z])\1\1)(?=[A-Za-z][a-z]{0,18}[aeiouy]|[AEIOUY])(?:[A-Z][a-z]{2,19}|(?<![A-Za-z])[a-z]{4,20})(?![a-z])"
+)
 
 
 def _has_drawn(text: str) -> bool:
-    """Whether it has 20 letters and digits in a row, of all kinds, that are drawn. In names, - and _ stand between words."""
-    return any(
-        re.search(r"\d", run) and re.search("[A-Z]", run) and re.search("[a-z]", run) and _is_drawn(run)
-        for run in re.findall("[A-Za-z0-9]{20,}", text)
-    )
+    """Whether it has 20 letters and digits in parts that are drawn, of all kinds. - and _ may be drawn too, and stand between words
+    in names."""
+    parts = [
+        part for part in re.findall("[A-Za-z0-9]{8,}", text) if re.search("[A-Z]", part) and re.search("[a-z]", part)
+    ]
+    drawn = "".join(filter(_is_drawn, parts))
+    return len(drawn) >= 20 and bool(re.search(r"\d", drawn))
 
 
 def _is_of_hub(text: str) -> bool:
@@ -43,7 +47,18 @@ def _is_of_github(text: str) -> bool:
 
 
 def _is_of_gitlab(text: str) -> bool:
-    return _has_drawn(text) or (len(text) == len("glpat-") + 20 and _is_drawn(text[6:]))
+    """It has 20 characters, or 27 and then its length and a sum for a check."""
+    return _has_drawn(text) or ((len(text) == len("glpat-") + 20 or "." in text) and _is_drawn(text[6:]))
+
+
+def _is_of_aws(text: str) -> bool:
+    """It is not ASIA and words in capital letters, with a number at the end or none. Words have vowels, and few rare letters."""
+    found = re.fullmatch(r"ASIA([A-Z]+)\d*", text)
+    return not found or bool(
+        re.search("[^AEIOUY]{5}|Q[^U]", found[1])
+        or len(re.findall("[AEIOUY]", found[1])) < 0.24 * len(found[1])
+        or len(re.findall("[JKQVWXZ]", found[1])) > 0.2 * len(found[1])
+    )
 
 
 def _is_of_slack(text: str) -> bool:
@@ -101,16 +116,17 @@ TOKENS = (
     Form(
         "DeepSeek and others",
         "sk-",
-        r"(?<![\w./-])(?P<secret>sk-(?:or-v1-)?(?=(?:[a-z]{0,30}\d){6})[a-z0-9]{32,64})(?![\w./-])",
-        "key sk-0123456789abcdef0123456789abcdef",
+        r"(?<![\w./-])(?P<secret>sk-(?:or-v1-)?(?=(?:[a-z]{0,30}\d){6})[a-z0-9]{32,64})(?![\w/-]|\.\w)",
+        "key sk-0123456789abcdef0123456789abcdef.",
         ("/x/sk-0123456789abcdef0123456789abcdef/a", "sk-0123456789abcdef0123456789abcdef.tar"),
     ),
     Form(
         "AWS",
         "akia asia",
-        rf"{_A}(?P<secret>(?:AKIA|ASIA(?=[A-Z]{{0,16}}\d))[A-Z0-9]{{16}}){_END}",
+        rf"{_A}(?P<secret>(?:AKIA|ASIA)[A-Z0-9]{{16}}){_END}",
         "AKIAS3CRET01ABCDEFGH",
-        ("ASIACONFERENCESERIES", "ASIA_PACIFIC"),
+        ("ASIACONFERENCESERIES", "ASIA_PACIFIC", "s3://b/ASIATESTDATAVERSION1/x", "ASIAINSTRUCT20240101"),
+        _is_of_aws,
     ),
     Form(
         "Google",
@@ -146,7 +162,7 @@ TOKENS = (
     Form(
         "GitLab",
         "glpat-",
-        rf"{_W}(?P<secret>glpat-[\w-]{{20,}})",
+        rf"{_W}(?P<secret>glpat-[\w-]{{20,}}(?:\.[0-9a-z]{{2}}\.[0-9a-z]{{9}}{_END})?)",
         "glpat-S3CRET01-aBcDeFgHijK",
         ("glpat-license_plates_dataset_v1",),
         _is_of_gitlab,

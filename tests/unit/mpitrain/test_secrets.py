@@ -434,14 +434,22 @@ def test_the_examples_of_a_form(form: Form) -> None:
 
 
 def test_tokens_that_are_drawn_are_hidden() -> None:
-    """Of 300 tokens of each service, a few look like words."""
+    """Of 1000 tokens of each form, a few look like words."""
     draw = random.Random(0)
-    letters, all_ = string.ascii_letters, string.ascii_letters + string.digits
-    kinds = {"hf_": (letters, 34), "sk-": (all_, 48), "sk-proj-": (all_ + "-_", 156), "ghp_": (all_, 36), "npm_": (all_, 36),
-             "github_pat_": (all_, 82), "sk-or-v1-": ("0123456789abcdef", 64), "xoxb-1234567890-1234567890-": (all_, 24)}  # fmt: skip
-    for begin, (characters, num) in kinds.items():
-        tokens = [begin + "".join(draw.choices(characters, k=num)) for _ in range(300)]
-        assert sum(without_secrets(token) == token for token in tokens) <= 6, begin
+    letters, digits, capitals = (
+        string.ascii_letters,
+        string.ascii_letters + string.digits,
+        string.ascii_uppercase + "234567",
+    )
+    hexes, all_ = "0123456789abcdef", digits + "-_"
+    kinds = {"hf_#": (letters, 34), "sk-#": (digits, 48), "sk-proj-#": (all_, 48), "sk-svcacct-#": (all_, 74), "ghp_#": (digits, 36),
+             "npm_#": (digits, 36), "github_pat_#": (digits, 82), "sk-or-v1-#": (hexes, 64), "xoxb-1234567890-12345678-#": (digits, 24),
+             "glpat-#": (all_, 20), "glpat-#.01.0w1a2b3c4": (all_, 27), "ya29.a0#": (all_, 60), "a bad key: sk-#.": (hexes, 32),
+             "ASIA#": (capitals, 16), "AKIA#": (capitals, 16)}  # fmt: skip
+    for form, (characters, num) in kinds.items():
+        tokens = [form.replace("#", "".join(draw.choices(characters, k=num))) for _ in range(1000)]
+        assert sum(without_secrets(token) == token for token in tokens) <= 15, form
+    assert without_secrets(f"see glpat-{'aB3xY' * 5}Zq.01.0w1a2b3c4.") == "see ***."
 
 
 def test_long_texts_take_little_time() -> None:
