@@ -41,7 +41,8 @@ class ShardList(NamedTuple):
 
     `checksums`: by the paths of those for which a list has one. `versions`: of remote shards, by their URLs: a text of the store that
     differs after a shard was replaced. `marks`: see shard_marks; () is a "" for each shard. `token`: of this list alone, the same in
-    all processes that have it from the one that made it.
+    all processes that have it from the one that made it. `listed`: the names of `list_shards`, where a resume keeps other `names` of
+    shards for the keys of documents; () if it does not.
     """
 
     folder: str
@@ -52,11 +53,12 @@ class ShardList(NamedTuple):
     versions: Mapping[str, str] = {}
     token: str = ""
     marks: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
 
     @property
     def plain_bytes(self) -> int:
-        """The bytes of `packed` before it is compressed, at most: paths are not shorter than names."""
-        return 8 + sum(9 + 4 * len(path) for path in self.paths)
+        """The bytes of `packed` before it is compressed, at most: paths are not shorter than names, but for a mark."""
+        return 8 + sum(64 + 2 * 4 * len(path) for path in self.paths)
 
     @property
     def known(self) -> Known:
@@ -65,17 +67,19 @@ class ShardList(NamedTuple):
 
     def packed(self) -> bytes:
         """The names, sizes and marks for a checkpoint. Each start reads the checksums and versions anew."""
-        texts = [*self.names, *(marks if any(marks := self.known.marks) else ())]
+        marks = self.known.marks
+        texts = [*self.names, *(marks if any(marks) or self.listed else ()), *self.listed]
         data = "\0".join(texts).encode(errors="surrogateescape")
         return zlib.compress(np.int64(len(self.names)).tobytes() + self.sizes.astype("<i8").tobytes() + data, 6)
 
 
 class Unpacked(NamedTuple):
-    """What a checkpoint keeps of its shards. `marks`: see shard_marks; "" for those of earlier versions."""
+    """What a checkpoint keeps of its shards. `marks`: see shard_marks; "" for those of earlier versions. `listed`: see ShardList."""
 
     names: tuple[str, ...]
     sizes: np.ndarray
     marks: tuple[str, ...]
+    listed: tuple[str, ...] = ()
 
 
 def unpacked(data: bytes, most_bytes: int = 1 << 30) -> Unpacked:
@@ -90,10 +94,10 @@ def unpacked(data: bytes, most_bytes: int = 1 << 30) -> Unpacked:
         raise ValueError(f"data: the checkpoint's list of shards {what}")
     num = int.from_bytes(plain[:8], "little")
     texts = plain[8 + 8 * num :].decode(errors="surrogateescape").split("\0")
-    if len(plain) < 8 + 8 * num or len(texts) not in (num, 2 * num):
+    if len(plain) < 8 + 8 * num or len(texts) not in (num, 2 * num, 3 * num):
         raise ValueError(f"data: the checkpoint's list of shards is damaged: it has {len(texts)} names, and says {num}")
-    marks = tuple(texts[num:]) or ("",) * num
-    return Unpacked(tuple(texts[:num]), np.frombuffer(plain, "<i8", num, 8).astype(np.int64), marks)
+    marks, listed = tuple(texts[num : 2 * num]) or ("",) * num, tuple(texts[2 * num :])
+    return Unpacked(tuple(texts[:num]), np.frombuffer(plain, "<i8", num, 8).astype(np.int64), marks, listed)
 
 
 def list_shards(patterns: Sequence[str]) -> ShardList:

@@ -133,17 +133,21 @@ class DocumentBatches(Positions):
         lines: list[str] = []
         sources, has_other_keys, is_earlier = [], False, earlier.is_earlier(meta["order"].get(earlier.KEY, 1))
         for index, (source, saved) in enumerate(zip(self._new.sources, meta["sources"], strict=True)):
-            listed = np.asarray(tensors[f"shards/{source.name}"]).tobytes()
-            names, sizes, marks = unpacked(listed, most_bytes=_LEAST_LIST_BYTES + 4 * source.shards.plain_bytes)
+            packed = np.asarray(tensors[f"shards/{source.name}"]).tobytes()
+            its = unpacked(packed, most_bytes=_LEAST_LIST_BYTES + 4 * source.shards.plain_bytes)
             furthest = int(lanes[:, index, CHUNK].max())
-            sources.append(source.resumed(saved, names, sizes, furthest, marks=marks, say=lines.append))
+            sources.append(
+                source.resumed(
+                    saved, its.names, its.sizes, furthest, marks=its.marks, listed=its.listed, say=lines.append
+                )
+            )
             if is_earlier:
-                earlier.check_kinds(sources[-1], names)
-                has_other_keys |= sources[-1].shards.names[: len(names)] != names
+                earlier.check_kinds(sources[-1], its.names)
+                has_other_keys |= sources[-1].shards.names[: len(its.names)] != its.names
         recipe = replace(self._new, sources=tuple(sources), lanes=int(meta["lanes"]))
         if is_earlier:
-            its = range(recipe.batch) if rows is None else rows
-            earlier.check_places(recipe, lanes, sorted({row // recipe.per_lane for row in its}))
+            own = range(recipe.batch) if rows is None else rows
+            earlier.check_places(recipe, lanes, sorted({row // recipe.per_lane for row in own}))
         self._begin(recipe)
         self._stream.load(next_sample // self.lanes, lanes)
         has_other_keys &= recipe.share != (0.0, 1.0)

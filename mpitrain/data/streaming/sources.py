@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.data.documents import is_compressed
-from mpitrain.data.shard_names import Known, found_again, shard_marks, shard_names
+from mpitrain.data.shard_names import Found, Known, found_again, shard_marks, shard_names
 from mpitrain.data.shards import ShardList, in_their_folder
 from mpitrain.data.streaming.chunks import ChunkSequence, Era, num_chunks
 
@@ -45,12 +45,14 @@ class Source:
         furthest: int,
         *,
         marks: Sequence[str] = (),
+        listed: Sequence[str] = (),
         say: Callable[[str], object] = lambda line: None,
     ) -> "Source":
         """This source with the order of a checkpoint. New shards come from the epoch on that follows all of which a lane has begun.
 
         `saved`: of `meta`. `names`, `sizes`, `marks`: the shards of the checkpoint, in its order; without `marks` they are not known.
-        `furthest`: the greatest chunk of a lane. `say`: gets a line about shards that are found by name and size alone.
+        `listed`: see ShardList. `furthest`: the greatest chunk of a lane. `say`: gets a line about shards that are found by name and
+        size alone.
         ValueError if a shard of the checkpoint is missing, or has another size.
         """
         eras = tuple((int(first), int(count)) for first, count in saved["eras"])
@@ -60,16 +62,14 @@ class Source:
                 f"data: the checkpoint has chunks of {chunk_bytes} bytes for {total}; no run makes so many"
             )
         now, marks = self.shards.known, tuple(marks) or ("",) * len(names)
-        if (tuple(names), tuple(marks)) == (self.shards.names, tuple(now.marks)) and sizes.tolist() == now.sizes:
+        is_same = (tuple(names), tuple(marks)) == (self.shards.names, tuple(now.marks)) and sizes.tolist() == now.sizes
+        if is_same and not listed:
             return replace(self, chunk_bytes=chunk_bytes, eras=eras)  # the usual case
-        folder, known = _public(saved["folder"], Known(names, sizes.tolist(), marks))
-        names = known.names
-        # A further folder of shards makes the folder of all of them shorter.
-        inside = folder.removeprefix(f"{self.shards.folder}/")
-        prefix = f"{inside}/" if inside != folder and names[0] not in self.shards.names else ""
-        found = found_again(known._replace(names=[prefix + name for name in names]), now)
+        folder, known = _public(saved["folder"], Known(listed or names, sizes.tolist(), marks))
+        names = names if listed else known.names
+        known, found = _found_in(self.shards, folder, known)
         places = found.places
-        for name, size, place in zip(names, known.sizes, places, strict=True):
+        for name, size, place in zip(known.names, known.sizes, places, strict=True):
             if place < 0 or now.sizes[place] != size:
                 is_there = "it is not there" if place < 0 else f"it has {now.sizes[place]} bytes now, and had {size}"
                 raise ValueError(
@@ -77,12 +77,15 @@ class Source:
                     "another run with --run"
                 )
         if found.unsure:
-            say(_unsure(self.name, [names[index] for index in found.unsure]))
+            say(_unsure(self.name, [known.names[index] for index in found.unsure]))
         places_before = set(places)
         further = [index for index in range(len(now.names)) if index not in places_before]
         order = places + further
+        in_list = tuple(self.shards.names[index] for index in order)
+        keys = (*names, *in_list[len(names) :])  # the keys of documents have the names
         shards = self.shards._replace(
-            names=(*names, *(self.shards.names[index] for index in further)),  # the keys of documents have the names
+            names=keys,
+            listed=in_list if in_list != keys else (),
             paths=tuple(self.shards.paths[index] for index in order),
             sizes=self.shards.sizes[order],
             marks=tuple(now.marks[index] for index in order),
@@ -121,6 +124,18 @@ def _public(folder: str, before: Known) -> tuple[str, Known]:
         return folder, before
     folder, names = in_their_folder(public)
     return folder, Known(names, before.sizes, shard_marks(paths, public))
+
+
+def _found_in(shards: ShardList, folder: str, before: Known) -> tuple[Known, Found]:
+    """The shards of a checkpoint, which were in `folder`, with their names in a list, and their places."""
+    found = found_again(before, shards.known)
+    base = f"{shards.folder}/" if shards.folder else ""
+    if folder == shards.folder or not folder.startswith(base):
+        return before, found
+    # A further folder of shards makes the folder of all of them shorter; or they have moved to it.
+    inside = before._replace(names=[f"{folder[len(base) :]}/{name}" for name in before.names])
+    found_inside = found_again(inside, shards.known)
+    return (before, found) if -1 in found_inside.places and -1 not in found.places else (inside, found_inside)
 
 
 def _unsure(source: str, names: Sequence[str]) -> str:

@@ -42,7 +42,7 @@ def test_files_are_found_in_the_order_of_their_names(tmp_path: Path) -> None:
     shards = list_shards([f"{tmp_path}/b/*.tar", f"{tmp_path}/{{a,b}}/[01].tar"])
     assert (shards.folder, shards.names) == (str(tmp_path), ("a/0.tar", "b/1.tar", "b/2.tar"))
     assert shards.sizes.tolist() == [8, 8, 8] and Path(shards.paths[1]).read_bytes() == b"x" * 8
-    names, sizes, _ = unpacked(shards.packed())
+    names, sizes, *_ = unpacked(shards.packed())
     assert names == shards.names and sizes.tolist() == shards.sizes.tolist()
     (only,) = list_shards([f"{tmp_path}/a/0.tar"]).names
     assert only == "0.tar"
@@ -213,12 +213,14 @@ def again(before: ShardList, now: ShardList, *, knows_marks: bool = True) -> tup
     """The addresses of a run that was saved with the list `before`, over a checkpoint, and the lines about them."""
     if not knows_marks:
         before = before._replace(marks=())
-    names, sizes, marks = unpacked(before.packed())
+    names, sizes, marks, _ = unpacked(before.packed())
     lines: list[str] = []
     meta = Source.new("a", before, lanes=2).meta()
     source = Source.new("a", now, lanes=2).resumed(meta, names, sizes, 0, marks=marks, say=lines.append)
     more = unpacked(source.shards.packed())  # and once more
-    same = Source.new("a", now, lanes=2).resumed(source.meta(), *more[:2], 0, marks=more.marks, say=lines.append)
+    same = Source.new("a", now, lanes=2).resumed(
+        source.meta(), *more[:2], 0, marks=more.marks, listed=more.listed, say=lines.append
+    )
     assert same.shards.paths == source.shards.paths and same.shards.names == source.shards.names
     return source.shards.paths, lines
 
