@@ -116,10 +116,8 @@ def _what(found: object) -> str:
     """Of an object, or a type and shape: "float32 of shape (3,)"."""
     if not isinstance(found, h5py.h5d.DatasetID):
         return "a group" if isinstance(found, h5py.h5g.GroupID) else "no dataset"
-    try:
-        kind = str(found.get_type().dtype)[:100]
-    except TypeError:
-        kind = "a type that NumPy does not have"
+    dtype = _dtype(found.get_type())
+    kind = "a type that NumPy does not have" if dtype is None else str(dtype)[:100]
     is_array = found.get_space().get_simple_extent_type() == h5py.h5s.SIMPLE
     return (
         f"{kind} of shape {tuple(map(int, found.get_space().get_simple_extent_dims()))}" if is_array else f"one {kind}"
@@ -168,7 +166,18 @@ def _is_vector(found: object) -> bool:
         return False
     space, kind = found.get_space(), found.get_type()
     is_line = space.get_simple_extent_type() == h5py.h5s.SIMPLE and space.get_simple_extent_ndims() == 1
-    return is_line and kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.ENUM) and kind.dtype.kind in "iu"
+    if not is_line or kind.get_class() not in (h5py.h5t.INTEGER, h5py.h5t.ENUM):
+        return False
+    dtype = _dtype(kind)
+    return dtype is not None and dtype.kind in "iu"
+
+
+def _dtype(kind: h5py.h5t.TypeID) -> Any:
+    """The dtype of NumPy; None for a type that NumPy does not have, such as integers of 24 and floats of 256 bits."""
+    try:
+        return kind.dtype
+    except (TypeError, ValueError):
+        return None
 
 
 def _is_plain(kind: h5py.h5t.TypeID) -> bool:

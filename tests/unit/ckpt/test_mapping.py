@@ -189,6 +189,25 @@ def times(folder: Path) -> Path:
     return folder / "a.h5"
 
 
+def of_long_floats(folder: Path) -> Path:
+    kind = h5py.h5t.IEEE_F64LE.copy()
+    kind.set_size(32)
+    kind.set_precision(256)
+    kind.set_fields(255, 236, 19, 0, 236)
+    with h5py.File(folder / "a.h5", "w") as file:
+        h5py.h5d.create(file.id, b"tokens", kind, h5py.h5s.create_simple((2,)))
+    return folder / "a.h5"
+
+
+def of_three_bytes(folder: Path) -> Path:
+    kind = h5py.h5t.STD_I32LE.copy()
+    kind.set_size(3)
+    with h5py.File(folder / "a.h5", "w") as file:
+        h5py.h5d.create(file.id, b"tokens", kind, h5py.h5s.create_simple((2,)))
+        file["ids"] = VALUES
+    return folder / "a.h5"
+
+
 def a_group(folder: Path) -> Path:
     return made(folder / "a.h5", ids=VALUES, tokens__x=VALUES)
 
@@ -225,6 +244,8 @@ WRONG = {
     words: "expected a 1-D dataset of integers named 'tokens', got one object$",
     records: "expected a 1-D dataset of integers named 'tokens', got .*f4.* of shape \\(3, 1\\)$",
     times: "expected a 1-D dataset of integers named 'tokens', got a type that NumPy does not have of shape \\(1,\\)$",
+    of_long_floats: "expected a 1-D dataset of integers named 'tokens', got a type that NumPy does not have of shape \\(2,\\)$",
+    of_three_bytes: "expected .* got a type that NumPy does not have of shape \\(2,\\); there is also ids$",
     a_group: "expected a 1-D dataset of integers named 'tokens', got a group; there is also ids$",
     cut_off: "HDF5 cannot read it: .*truncated file|it is cut off",
     a_pipe: "is a pipe; expected a regular file",
