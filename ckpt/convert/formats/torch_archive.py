@@ -133,7 +133,9 @@ class _Value:
     def add(self, values: Sequence["_Value"]) -> None:
         """Put values into it. ValueError for a list or dict that is in another value already, which counts the items that it had."""
         if self.is_done:
-            raise ValueError("its pickle fills a list or dict after its use, which torch.save does not write")
+            raise ValueError(
+                "its pickle fills a list or dict after its use, such as one that is in itself, which is not taken"
+            )
         self.items = min(self.items + len(values) + sum(value.items for value in values), _MAX_COPIED + 1)
         self.hashed = min(self.hashed + sum(map(_hashed, values)), _MAX_COPIED + 1)
         for value in values:

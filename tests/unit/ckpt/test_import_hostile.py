@@ -64,6 +64,13 @@ def calling(name, arguments, times=1):
     return b"\x80\x02]" + (calls + b"a") * times + b"."
 
 
+def in_itself():
+    """A list of so many that torch.save writes a part of it after the list has been used."""
+    items = [0] * 2000
+    items[10] = items
+    return items
+
+
 def placed(size, stride):
     """A tensor of this size and stride in a storage of two numbers."""
     of_storage = b"X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02"
@@ -138,6 +145,7 @@ TORCH = {
         ),
         "copies or hashes more than",
     ),
+    "a long list in itself": (lambda: saved(in_itself()), "such as one that is in itself, which is not taken"),
     "a number with items": (lambda: archive(b"\x80\x02K\x01(K\x01K\x02e."), "fills a list or dict after its use"),
     "keys of one hash": (
         lambda: archive(b"\x80\x02}(" + b"".join(big(number) for number in range(8, 1_200)) + b"u."),
