@@ -8,8 +8,13 @@ The import of this package does not start MPI; `world()` does.
 
 import os
 
+from collectives import (
+    addresses as addresses,
+)  # these five may have been loaded before this package: then it has no name for them
 from collectives import files as files
-from collectives import texts as texts  # both may have been loaded before this package, and so have no name in it
+from collectives import secret_forms as secret_forms
+from collectives import secret_tokens as secret_tokens
+from collectives import texts as texts
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.mesh import Mesh
 from collectives.communicator.start import world

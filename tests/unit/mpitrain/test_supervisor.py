@@ -436,3 +436,6 @@ def test_the_supervisor_imports_the_standard_library_alone() -> None:
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30
     )
     assert (result.stdout, result.stderr) == (f"collectives.{' collectives.'.join(modules)}\n", "")
+    names = f"(getattr(collectives, name).__name__ for name in {modules})"
+    code = f"import mpitrain.elastic.supervisor.command, collectives; print(*{names})"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == result.stdout
