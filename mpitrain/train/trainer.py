@@ -186,6 +186,7 @@ class Trainer:
                 self._folder.take(self._say)
             self._restore()
             if config.train.eval_only:
+                self.batches.check_evaluation()
                 self.monitor.reached(self.step)
                 evaluation = self.evaluator.evaluate()
                 self._say(str(evaluation))

@@ -71,10 +71,6 @@ class Workload:
                 same=self.mesh["pp", "tp"], say=tell,
             )  # fmt: skip
             self.about_data += self.batches.lacks
-            if config.train.eval_only and not self.batches.heldout.num_batches:
-                raise ConfigError(
-                    "train.eval_only: too few data are held out; expected a larger data.heldout, or data.heldout_sources"
-                )
         # A load gives the model its values if there is a checkpoint, and most likely after a loss of ranks.
         self.has_values = start is None and (lasting is None or lasting.recovered is None)
         """Whether the model was made with its initial values."""

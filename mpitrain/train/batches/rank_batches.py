@@ -9,7 +9,7 @@ import torch
 
 import ckpt
 from collectives import Communicator
-from mpitrain.config import Config
+from mpitrain.config import Config, ConfigError
 from mpitrain.data import Batches, HeldoutBatches
 from mpitrain.data.left_out import Interval, merged
 from mpitrain.data.loading import Corpus, Documents
@@ -170,6 +170,14 @@ class RankBatches:
             for index in range(self.heldout.num_batches):
                 self.of_evaluation(index)
 
+    def check_evaluation(self) -> None:
+        """ConfigError on all ranks if no batch is held out. After `load`, which decides the names of documents. Collective."""
+        with self._all.together():
+            if not self.heldout.num_batches:
+                raise ConfigError(
+                    "train.eval_only: too few data are held out; expected a larger data.heldout, or data.heldout_sources"
+                )
+
     def num_bytes(self, batch: MicroBatch) -> int:
         """The bytes of text that the targets are which count."""
         if self._tokenizer is None or self._tokenizer.name == BYTES:
@@ -241,9 +249,9 @@ class RankBatches:
             self.train.go_on(step, next_sample)
             its = {name.removeprefix("data/"): array for name, array in tensors.items()}
             rows = rows_of(self._parts(self.train, self._num_micro)) if self._reading.leads else ()
-            lines = self.train.load(next_sample, meta, its, rows)
+            before, lines = self.lacks, self.train.load(next_sample, meta, its, rows)
             self._name_heldout()
-            return lines
+            return lines + [line for line in self.lacks if line not in before]
         else:
             self.train.go_on(step, 0)
             self.train.start_over()

@@ -11,7 +11,7 @@ import pytest
 
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.shard_names import shard_names
-from mpitrain.data.shards import ShardList, in_their_folder, list_shards, unpacked
+from mpitrain.data.shards import ShardList, in_their_folder, list_shards
 from mpitrain.data.streaming.batches import DocumentBatches
 from mpitrain.data.streaming.feed import OFFSET
 from mpitrain.data.streaming.lanes import Recipe, open_lanes
@@ -128,78 +128,6 @@ def test_a_further_folder(folder: Path) -> None:
     (folder / "2.jsonl").rename(folder / "y/2.jsonl")
     after = resumed(batches(folder, pattern="?/*.jsonl"), 1, state)
     assert np.array_equal(rows(after, 1), rows(before, 1))
-
-
-def resumed_source(before: Source, *patterns: str) -> Source:
-    """A source of these patterns that goes on from a checkpoint of another one."""
-    names, sizes, marks, listed = unpacked(before.shards.packed())
-    now = Source.new("a", list_shards(patterns), lanes=2)
-    return now.resumed(before.meta(), names, sizes, 0, marks=marks, listed=listed, say=pytest.fail)
-
-
-def test_further_folders_again_and_again(folder: Path) -> None:
-    """Each checkpoint knows where its shards are in the list, and the keys of documents stay."""
-    patterns = [f"{folder}/x/y/[01].jsonl", f"{folder}/x/z/*.jsonl", f"{folder}/*.jsonl"]
-    for inside in ("x/y", "x/z"):
-        (folder / inside).mkdir(parents=True)
-        for shard in range(2):
-            (folder / f"{inside}/{shard}.jsonl").write_text('{"text": "' + "a" * (shard + len(inside)) + '"}')
-    source = Source.new("a", list_shards(patterns[:1]), lanes=2)
-    for num in (1, 2, 2, 3, 3, 3):
-        last, source = source, resumed_source(source, *patterns[:num])
-        num_before = len(last.shards.names)
-        assert (
-            source.shards.names[:num_before] == last.shards.names
-            and source.shards.paths[:num_before] == last.shards.paths
-        )
-    assert source.shards.names[:4] == ("0.jsonl", "1.jsonl", "z/0.jsonl", "z/1.jsonl") and len(source.eras) == 3
-    assert len(source.shards.paths) == 8
-    (folder / "x").rename(folder / "moved")  # all of them
-    (folder / "new/deep").mkdir(parents=True)
-    for each in [*folder.glob("*.jsonl"), folder / "moved"]:
-        each.rename(folder / "new/deep" / ("x" if each.name == "moved" else each.name))
-    new = f"{folder}/new/deep"
-    again = resumed_source(source, f"{new}/x/y/*", f"{new}/x/z/*", f"{new}/*.jsonl")
-    assert again.shards.names == source.shards.names and again.shards.paths[0] == f"{new}/x/y/0.jsonl"
-
-
-def test_a_further_folder_on_another_disk() -> None:
-    """The list has no folder then: its names are whole paths, or addresses."""
-    for before, further in (
-        ("/data/s", "/scratch/s"),
-        ("https://h/s", "s3://b/s"),
-        ("s3://b/s", "s3://c/s"),
-        ("/data/s", "s3://b/s"),
-    ):
-        paths = [f"{before}/0.jsonl", f"{before}/1.jsonl", f"{further}/0.jsonl"]
-        sizes = np.array([5, 6, 7])
-        first = Source.new("a", ShardList(*in_their_folder(paths[:2]), tuple(paths[:2]), sizes[:2]), lanes=2)
-        order = np.argsort(paths)
-        ordered = [paths[index] for index in order]
-        new = Source.new("a", ShardList(*in_their_folder(ordered), tuple(ordered), sizes[order]), lanes=2)
-        for _ in range(3):
-            names, its_sizes, marks, listed = unpacked(first.shards.packed())
-            first = new.resumed(first.meta(), names, its_sizes, 0, marks=marks, listed=listed)
-            assert list(first.shards.paths) == paths and first.shards.names[:2] == ("0.jsonl", "1.jsonl")
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_further_folder_above_with_files_of_the_same_names(tmp_path: Path, size: int) -> None:
-    (tmp_path / "sub").mkdir()
-    for inside, num in (("sub/", 1), ("", size)):
-        for name in "ab":
-            (tmp_path / f"{inside}{name}.jsonl").write_text("{}\n" * num)
-    source = Source.new("a", list_shards([f"{tmp_path}/sub/*.jsonl"]), lanes=2)
-    both = (f"{tmp_path}/sub/*.jsonl", f"{tmp_path}/*.jsonl")
-    again = resumed_source(resumed_source(source, *both), *both)
-    assert again.shards.paths[:2] == source.shards.paths and len(again.shards.paths) == 4
-    moved = Source.new("a", list_shards(both[1:]), lanes=2)
-    if size == 1:  # the folder has moved to the one above
-        assert resumed_source(source, both[1]).shards.paths == moved.shards.paths
-    (tmp_path / "sub/b.jsonl").unlink()
-    (tmp_path / "b.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"the run has read sub/b\.jsonl of a in .*, and it is not there"):
-        resumed_source(source, *both)
 
 
 @pytest.mark.parametrize(
