@@ -118,8 +118,9 @@ comm.all_reduce({X})
 
 STUCK = f"""
 def hold_the_gil():
+    mutex = ctypes.create_string_buffer(64)  # of zeros: it is not locked yet
     while True:
-        ctypes.PyDLL(None).sleep(60)  # a signal ends a sleep
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # unlike a sleep, no signal ends the second one
 def read_a_fifo():
     path = os.path.join(os.environ["FOLDER"], f"fifo-{{comm.rank}}")
     os.mkfifo(path)
