@@ -18,6 +18,7 @@ from collectives.communicator.communicator import Communicator
 from collectives.communicator.mesh import Mesh
 from collectives.communicator.start import world
 from collectives.diagnosis import leave_together, on_all_ranks, set_deadline, set_failure_file, set_record_folder
+from collectives.diagnosis.start import security as _security
 from collectives.launcher import environment_of_program, is_live_terminal, launched_rank
 from collectives.progress.work import Work
 from collectives.selection.table import Table
@@ -26,6 +27,7 @@ from collectives.transports.segments import EAGER_BYTES
 from collectives.transports.traffic import network_bytes
 
 os.environ.setdefault("OMPI_MCA_btl_tcp_eager_limit", str(EAGER_BYTES))  # Open MPI reads it when it starts
+_security.drop_munge()
 
 __all__ = [
     "Communicator",

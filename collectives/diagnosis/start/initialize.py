@@ -15,6 +15,7 @@ from typing import Any
 from collectives import launcher
 from collectives.diagnosis import dump
 from collectives.diagnosis.hangs import deadline
+from collectives.diagnosis.start import security
 from collectives.diagnosis.start.meeting import GRACE_S, limit_s, turn_s, waits
 
 _POLL_S = 0.5
@@ -33,6 +34,9 @@ def start_mpi() -> None:
     mpi4py.rc.initialize = False
     from mpi4py import MPI
 
+    security.drop_munge()  # now the library is known
+    if launcher.launched_rank() == 0 and (line := security.refusal()):
+        _say(0, line)
     has_begun = threading.Event()
     threading.Thread(target=_watch, args=(has_begun,), name="collectives-start", daemon=True).start()
     try:

@@ -59,3 +59,17 @@ def test_open_mpi_sends_a_whole_segment_at_once_over_tcp(first: str, env: Mappin
     assert result.returncode == 0, str(result)
     (shown,) = [int(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("eager limit")]
     assert shown == limit if limit is not None else shown < EAGER_BYTES, str(result)
+
+
+def test_pypi_s_open_mpi_says_nothing_of_a_way_to_prove_itself_that_it_lacks() -> None:
+    """Slurm's srun gives its ranks this variable. Once `world()` starts MPI, and once mpi4py does."""
+    if not is_open_mpi():
+        pytest.skip("a setting of PMIx")
+    variable = (
+        "import os; os.environ['PMIX_SECURITY_MODE'] = 'munge,native'\n"  # not for mpirun, which has no munge either
+    )
+    for first in ("", "from mpi4py import MPI\n"):
+        script = f"{variable}import collectives\n{first}print('size', collectives.world().size)"
+        result = launch(2, "-c", script, cwd=ROOT)
+        assert result.returncode == 0 and result.stdout.count("size 2") == 2, str(result)
+        assert "munge" not in result.stdout + result.stderr, str(result)
