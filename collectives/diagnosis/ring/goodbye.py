@@ -12,7 +12,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, NamedTuple
 
-from collectives.diagnosis.ring import links
+from collectives.diagnosis.ring.joining import join
 from collectives.diagnosis.ring.roster import Roster
 
 
@@ -59,23 +59,13 @@ class Neighbours:
         _Current.ring = self
 
     def _join(self, mpi: Any, roster: Roster) -> None:
-        ring, node = roster.ring(), [member.node for member in roster.members]
-        at = ring.index(mpi.rank)
-        before, after = ring[at - 1], ring[(at + 1) % len(ring)]
-        listener = links.Listener(local=node[before] == node[mpi.rank])
-        try:
-            places = mpi.allgather(tuple(listener.place))
-            to_next = links.connect(links.Place(*places[after]))
-            if to_next is not None:
-                self._links.append(_Link(after, to_next, before=False))
-            reached = mpi.allgather(to_next is not None)
-        except BaseException:  # a rank was lost
-            listener.close(expected=False)
-            self.close()
-            raise
-        self.unreached = [(rank, ring[(i + 1) % len(ring)]) for i, rank in enumerate(ring) if not reached[rank]]
-        if (from_before := listener.close(expected=reached[before])) is not None:
-            self._links.append(_Link(before, from_before, before=True))
+        ring, nodes = roster.ring(), [member.node for member in roster.members]
+        after = {rank: ring[(i + 1) % len(ring)] for i, rank in enumerate(ring)}
+        made = join(mpi, mpi.allgather, nodes, after)
+        self.unreached = [(rank, after[rank]) for rank in ring if not made.reached[rank]]
+        if made.out is not None:
+            self._links.append(_Link(after[mpi.rank], made.out.socket, before=False))
+        self._links += [_Link(before, link.socket, before=True) for before, link in made.incoming.items()]
 
     def filenos(self) -> list[int]:
         """The file descriptors of the open sockets."""

@@ -1,27 +1,26 @@
 """The connections of the ring of ranks (goodbye.py): a unix socket within a node, TCP with keepalive between nodes.
 
-A host may have addresses that other hosts cannot reach, or that another host has too (bridges of containers). So a listener publishes
-all its addresses with a random token, and the token decides whether the connection is the right one.
+A connection is made by a handshake (handshake.py) with a listener (listener.py). A rank whose connection fails tries again: strangers
+may have been in the way.
 """
 
-import fcntl
-import ipaddress
+import contextlib
 import os
-import secrets
 import socket
 import struct
-import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from hmac import compare_digest
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from collectives.diagnosis.ring import handshake
+from collectives.diagnosis.ring.addresses import addresses, by_distance, family_of
+
 _CONNECT_S = 1.0  # for one address: a firewall may drop the packets
-_TOKEN_S = 2.0  # for the other side's half of the token
-_ALL_S = 5.0  # for all addresses of a listener
-_HALF = 16  # bytes of a token that each side sends
+_NUM_UNANSWERED = 2  # connections that an address may leave without an answer, as behind a firewall, or flooded
+HANDSHAKE_S = 2.0
+_ALL_S = 5.0  # for all tries to reach a listener
+PAUSE_S, _MAX_PAUSE_S = 0.01, 0.3  # between the tries
 
 # A silent host is detected after 10 s: the kernel asks after 4 s without data, every 2 s. The other host's kernel answers, also if the
 # process there is stopped or a thread holds the GIL. So a silent host is not mistaken for a slow rank, which heartbeats by threads
@@ -38,159 +37,127 @@ _KEEPALIVE = (
     ),  # milliseconds; also limits the wait for a goodbye's acknowledgement
 )
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 1
-_GLOBAL_SCOPE = "00"  # of an address in /proc/net/if_inet6
-
 
 class Place(NamedTuple):
-    """Where a listener listens: the name of a unix socket, or addresses with a port."""
+    """Where a listener listens: the path or name of a unix socket, or addresses with ports. `key`: see handshake.py."""
 
     name: str
-    addresses: tuple[str, ...]
-    port: int
-    token: bytes
+    addresses: tuple[tuple[str, int], ...]
+    key: bytes
 
 
-class Listener:
-    """Accepts the one connection of the rank before this one. `local`: that rank is on this node."""
+class Link(NamedTuple):
+    """A connection, and a key that only its two ends know."""
 
-    def __init__(self, *, local: bool) -> None:
-        self._local = local
-        self._found: socket.socket | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="collectives-ring", daemon=True)
-        token = secrets.token_bytes(2 * _HALF)
-        self.place = Place("", (), 0, token)
-        self._socket: socket.socket | None = None
-        with suppress(OSError):  # then the other rank does not reach this one
-            if local:
-                name = f"\0mpitrain-{os.getpid()}-{secrets.token_hex(16)}"  # an abstract name, so that no file remains
-                self._socket = socket.socket(socket.AF_UNIX)
-                self._socket.bind(name)
-                self._socket.listen()
-                self.place = Place(name, (), 0, token)
-            else:
-                self._socket = _tcp_listener()
-                self.place = Place("", tuple(addresses()), self._socket.getsockname()[1], token)
-            self._thread.start()
-
-    def _accept(self) -> None:
-        listener, token = self._socket, self.place.token
-        assert listener is not None
-        listener.settimeout(0.1)
-        while not self._stop.is_set():
-            try:
-                found, _ = listener.accept()
-            except OSError:  # the time limit, or a connection that was given up
-                continue
-            with suppress(OSError):
-                found.settimeout(_TOKEN_S)
-                if compare_digest(_received(found, _HALF), token[:_HALF]):
-                    found.sendall(token[_HALF:])
-                    self._found = _ready(found, local=self._local)
-                    return
-            found.close()
-
-    def close(self, *, expected: bool) -> socket.socket | None:
-        """Stop listening. Returns the connection, if the other rank says that it has been made: `expected`."""
-        if not expected:
-            self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(_TOKEN_S + 1.0)
-            self._stop.set()
-        if self._socket is not None:
-            self._socket.close()
-        if not expected and self._found is not None:
-            self._found.close()
-            return None
-        return self._found
+    socket: socket.socket
+    secret: bytes
 
 
-def connect(place: Place) -> socket.socket | None:
-    """A connection to the listener at `place`, or None if it cannot be reached."""
+def connect(place: Place) -> Link | None:
+    """A connection to the listener at `place`, or None if it cannot be reached. Tries again while strangers may be in the way."""
     end = time.monotonic() + _ALL_S
-    if place.name:
-        return _connected(socket.AF_UNIX, place.name, place.token)
-    for address in by_distance(place.addresses, addresses()):
-        if time.monotonic() < end:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            if (made := _connected(family, (address, place.port), place.token)) is not None:
-                return made
+    nearest = {
+        address: at for at, address in enumerate(by_distance([each for each, _ in place.addresses], addresses()))
+    }
+    targets: list[str | tuple[str, int]] = [*sorted(place.addresses, key=lambda each: nearest[each[0]])]
+    targets += [place.name] * bool(place.name)
+    unanswered: dict[str | tuple[str, int], int] = {}
+    pause_s = PAUSE_S
+    while targets:
+        for target in targets.copy():
+            if time.monotonic() >= end:
+                return None
+            try:
+                return _connected(target, place.key, end)
+            except (ConnectionResetError, ConnectionAbortedError, BlockingIOError):
+                continue  # a stranger may have taken the room of this connection
+            except TimeoutError as error:
+                unanswered[target] = unanswered.get(target, 0) + (not isinstance(error, _SilenceError))
+                if unanswered[target] < _NUM_UNANSWERED:
+                    continue
+            except OSError:  # nobody listens there, there is no way, or it is another listener
+                pass
+            targets.remove(target)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
     return None
 
 
-def _connected(family: int, address: str | tuple[str, int], token: bytes) -> socket.socket | None:
-    """A connection to one address, if the right listener is there."""
+class _SilenceError(TimeoutError):
+    """A connection was made, and the other side has not ended the handshake in time."""
+
+
+def _connected(target: str | tuple[str, int], key: bytes, end: float) -> Link:
+    """A connection to one address. OSError: ConnectionRefusedError if the right listener is not there."""
+    made = socket.socket(socket.AF_UNIX if isinstance(target, str) else family_of(target[0]))
     try:
-        made = socket.socket(family)
-    except OSError:  # no IPv6 here
-        return None
-    with suppress(OSError):
-        made.settimeout(_CONNECT_S)
-        made.connect(address)
-        made.settimeout(_TOKEN_S)
-        made.sendall(token[:_HALF])
-        if compare_digest(_received(made, _HALF), token[_HALF:]):
-            return _ready(made, local=family == socket.AF_UNIX)
-    made.close()
-    return None
+        made.settimeout(max(0.01, min(_CONNECT_S, end - time.monotonic())))
+        if isinstance(target, str):
+            with short_path(Path(target)) if not target.startswith("\0") else contextlib.nullcontext(target) as short:
+                made.connect(short)
+        else:
+            made.connect(target)
+        if not is_of_this_user(made):
+            raise ConnectionRefusedError
+        return Link(made, _shake_hands(made, key, min(time.monotonic() + HANDSHAKE_S, end)))
+    except BaseException:
+        made.close()
+        raise
 
 
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
+def _shake_hands(made: socket.socket, key: bytes, until: float) -> bytes:
+    """The connector's part of a handshake; returns the secret of the connection, which is ready then. OSError as in `_connected`."""
+    nonce = handshake.nonce()
+    try:
+        made.sendall(handshake.hello(nonce))
+        answer = _received(made, handshake.ANSWER_BYTES, until)
+        words = handshake.words_of(key, nonce, answer, handshake.ends_of(made, of_connector=True))
+        if words is None:
+            raise ConnectionRefusedError
+        made.sendall(words.proof())
+        if not handshake.is_same(_received(made, handshake.RECEIPT_BYTES, until), words.receipt()):
+            raise ConnectionRefusedError
+    except TimeoutError:
+        raise _SilenceError from None
+    except BrokenPipeError:
+        raise ConnectionResetError from None
+    made_ready(made)
+    return words.secret()
+
+
+def _received(connection: socket.socket, num_bytes: int, until: float) -> bytes:
     data = b""
-    while len(data) < num_bytes and (more := connection.recv(num_bytes - len(data))):
+    while len(data) < num_bytes:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        if not (more := connection.recv(num_bytes - len(data))):
+            raise ConnectionResetError
         data += more
+        if time.monotonic() > until:
+            raise TimeoutError
     return data
 
 
-def _ready(connection: socket.socket, *, local: bool) -> socket.socket:
-    if not local:
+def made_ready(connection: socket.socket) -> socket.socket:
+    if connection.family != socket.AF_UNIX:
         for level, option, value in _KEEPALIVE:
             connection.setsockopt(level, option, value)
     connection.setblocking(False)
     return connection
 
 
-def _tcp_listener() -> socket.socket:
-    with suppress(OSError):
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Whether the process on the other side of a unix socket is of this user. TCP does not tell."""
+    if connection.family != socket.AF_UNIX:
+        return True
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.geteuid())
 
 
-def addresses() -> list[str]:
-    """The addresses of this host's interfaces that are up."""
-    found: list[str] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with suppress(OSError):  # an interface without an IPv4 address
-                (flags,) = struct.unpack_from("H", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request), 16)
-                if flags & _IFF_UP:
-                    found.append(socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]))
-    with suppress(OSError):  # no IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, *_ = line.split()
-            if scope == _GLOBAL_SCOPE:
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return found
-
-
-def by_distance(theirs: Sequence[str], mine: Iterable[str]) -> list[str]:
-    """The addresses of another host, most promising first: those in a network of this host, and last those that this host has too."""
-    own = [ipaddress.ip_address(address) for address in mine]
-
-    def shared_bits(address: str) -> int:
-        other = ipaddress.ip_address(address)
-        return max(
-            (
-                other.max_prefixlen - (int(other) ^ int(each)).bit_length()
-                for each in own
-                if each.version == other.version
-            ),
-            default=0,
-        )
-
-    return sorted(
-        theirs, key=lambda address: (ipaddress.ip_address(address) in own, ":" in address, -shared_bits(address))
-    )
+@contextlib.contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Another path of a unix socket, because its own may have more than the 107 bytes that the system takes."""
+    fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{path.name}"
+    finally:
+        os.close(fd)

@@ -5,7 +5,6 @@ two threads in MPI at the same time, Open MPI 5.0.11 has left an all-reduce unfi
 """
 
 import socket
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,11 +13,10 @@ from queue import SimpleQueue
 import numpy as np
 
 from collectives import Communicator
-from collectives.diagnosis.ring.links import Listener, Place, connect
+from collectives.diagnosis.ring.joining import join
 from mpitrain.elastic.copies.files import CopyFile, path_of
+from mpitrain.elastic.copies.transfers import ChangedError, Head, Transfers
 
-_HEAD = struct.Struct("<QQQ")  # of a message: generation, bytes of the header, bytes of the data
-_DONE = b"d"  # the answer to a copy
 _TAG = 32001  # of the waits for a partner in the flight record
 _ABANDON_S = 5.0  # for the threads to end after a loss
 
@@ -48,22 +46,13 @@ class Partners:
         self._error: OSError | None = None
         self.num_bytes = 0
 
-        self._out: socket.socket | None = None
-        self._in: dict[int, socket.socket] = {}
-        listeners = {rank: Listener(local=False) for rank, partner in enumerate(partners) if partner == comm.rank}
-        try:
-            places = comm.all_gather_object({rank: tuple(listener.place) for rank, listener in listeners.items()})
-            self._out = connect(Place(*places[partners[comm.rank]][comm.rank]))
-            reached = comm.all_gather_object(self._out is not None)
-        except BaseException:  # a rank was lost
-            for listener in listeners.values():
-                listener.close(expected=False)
-            self._close_links()
-            raise
-        self.unreached = reached.count(False)
-        for rank, listener in listeners.items():
-            if (made := listener.close(expected=reached[rank])) is not None:
-                self._in[rank] = made
+        nodes = {rank: number for number, ranks in enumerate(comm.nodes) for rank in ranks}
+        made = join(
+            comm.mpi, comm.all_gather_object, [nodes[rank] for rank in range(comm.size)], dict(enumerate(partners))
+        )
+        self.unreached = made.reached.count(False)
+        self._out = None if made.out is None else Transfers(made.out)
+        self._in = {rank: Transfers(link) for rank, link in made.incoming.items()}
         for link in self._links():
             link.settimeout(None)
             # No limit for the partner: it may take long to reserve memory. The monitors notice a silent host and, at the deadline, a
@@ -112,7 +101,7 @@ class Partners:
             file.close()
 
     def _links(self) -> list[socket.socket]:
-        return [*self._in.values(), *([] if self._out is None else [self._out])]
+        return [each.socket for each in (*self._in.values(), self._out) if each is not None]
 
     def _close_links(self) -> None:
         for link in self._links():
@@ -126,11 +115,7 @@ class Partners:
             generation, header, data = copy
             assert self._out is not None
             try:
-                self._out.sendall(_HEAD.pack(generation, len(header), data.nbytes))
-                self._out.sendall(header)
-                self._out.sendall(data.data)
-                if self._out.recv(1) != _DONE:
-                    raise ConnectionResetError("the rank that keeps the copies of this rank has ended")
+                self._out.send(generation, header, data.data)
                 self.num_bytes += len(header) + data.nbytes
             except OSError as error:
                 self._error = error
@@ -138,24 +123,27 @@ class Partners:
             self._done.set()
         if self._out is not None:
             with suppress(OSError):
-                self._out.shutdown(socket.SHUT_WR)  # so that the thread of the partner ends
+                self._out.socket.shutdown(socket.SHUT_WR)  # so that the thread of the partner ends
 
-    def _keep(self, rank: int, link: socket.socket) -> None:
+    def _keep(self, rank: int, link: Transfers) -> None:
         """The thread that receives the copies of a rank, until that rank ends."""
-        with _ending(link):
-            while len(head := _received(link, bytearray(_HEAD.size))) == _HEAD.size:
-                generation, header_bytes, nbytes = _HEAD.unpack(head)
-                header = _received(link, bytearray(header_bytes))
-                file = self._file(rank, generation, nbytes, header_bytes)
-                data = np.empty(nbytes, np.uint8) if file is None else file.data(nbytes)
-                if len(_received(link, data.data)) < nbytes:
-                    return
-                if file is not None:
-                    file.finish(bytes(header), nbytes)
-                del data, file
-                link.sendall(_DONE)
+        with _ending(link.socket):
+            try:
+                while (head := link.head()) is not None:
+                    self._keep_one(rank, link, head)
+            except ChangedError as error:
+                self._error = error
 
-    def _file(self, rank: int, generation: int, nbytes: int, header_bytes: int) -> CopyFile | None:
+    def _keep_one(self, rank: int, link: Transfers, head: Head) -> None:
+        file = self._file(rank, *head)
+        data = np.empty(head.nbytes, np.uint8) if file is None else file.data(head.nbytes)
+        header = link.body(head, data.data)
+        if file is not None:
+            file.finish(header, head.nbytes)
+        del data, file
+        link.answer()
+
+    def _file(self, rank: int, generation: int, header_bytes: int, nbytes: int) -> CopyFile | None:
         """The file for a copy of `rank`, marked as incomplete; None if node memory is full, which `wait` reports."""
         file = self._files.get((rank, generation))
         if file is None or not file.fits(nbytes, header_bytes):
@@ -180,11 +168,3 @@ def _ending(link: socket.socket) -> Iterator[None]:
     finally:
         with suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)
-
-
-def _received(link: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:
-    """Fill `into` from a connection; returns the part that was filled before its end."""
-    view, at = memoryview(into), 0
-    while at < len(view) and (count := link.recv_into(view[at:])):
-        at += count
-    return into if at == len(view) else view[:at]

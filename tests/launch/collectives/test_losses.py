@@ -362,8 +362,8 @@ def test_neighbours_without_a_connection_are_told_and_the_job_goes_on() -> None:
     """As behind a firewall: the only address that a rank knows of the other is one that does not answer."""
     need_namespaces()
     script = """
-from collectives.diagnosis.ring import links
-links.addresses = lambda: ["10.77.0.99"]
+from collectives.diagnosis.ring import addresses
+addresses.chosen = lambda: ["10.77.0.99"]
 """ + HEADER.replace("comm.barrier()", "print('size', comm.all_reduce(np.ones(1))[0], flush=True)")
     result = cluster("-H", "2x1", "python", "-c", script, timeout_s=40)
     assert (result.returncode, result.stdout.count("size 2.0")) == (0, 2), str(result)

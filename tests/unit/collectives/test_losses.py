@@ -1,9 +1,8 @@
-"""Parts of the detection of lost ranks that need no MPI: connections, processes, words, and the failure file."""
+"""Parts of the detection of lost ranks that need no MPI: processes, words, and the failure file."""
 
 import ctypes
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -17,9 +16,7 @@ import pytest
 from collectives.diagnosis import loss, set_failure_file, write_failure
 from collectives.diagnosis.hangs import losses, process
 from collectives.diagnosis.job import Job
-from collectives.diagnosis.ring import links
 from collectives.diagnosis.ring.goodbye import End, Heard
-from collectives.diagnosis.ring.links import Listener, Place, by_distance, connect
 from collectives.diagnosis.ring.roster import NOBODY, Member, Roster
 from collectives.transports.node.peer import PeerReader
 
@@ -31,59 +28,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("MPITRAIN_FAILURE_FILE", raising=False)
     yield
     set_failure_file(None)
-
-
-# Connections
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_a_connection_is_made_and_its_end_is_heard(local: bool) -> None:
-    listener = Listener(local=local)
-    made = connect(listener.place)
-    found = listener.close(expected=True)
-    assert made is not None and found is not None
-    with made, found:
-        with pytest.raises(BlockingIOError):
-            found.recv(1)
-        if not local:
-            assert found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            # silence is detected after 10 s
-            assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
-        made.send(b"g")
-        made.close()
-        found.settimeout(5.0)
-        assert (found.recv(1), found.recv(1)) == (b"g", b"")
-
-
-def test_another_listener_at_the_same_address_is_not_taken_for_the_right_one() -> None:
-    """As where two hosts have the same address, each for a bridge of its own."""
-    listener, other = Listener(local=False), Listener(local=False)
-    wrong = listener.place._replace(port=other.place.port)
-    assert connect(wrong) is None
-    with socket.create_connection(("127.0.0.1", listener.place.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        made = connect(listener.place)
-        found = listener.close(expected=True)
-        assert made is not None and found is not None
-        made.close()
-        found.close()
-    assert other.close(expected=False) is None
-
-
-def test_a_rank_that_cannot_be_reached_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
-        begun = time.monotonic()
-        assert connect(Place("", ("127.0.0.1",), silent.getsockname()[1], os.urandom(32))) is None
-        assert time.monotonic() - begun < 5
-    assert connect(Place("\0mpitrain-no-such-name", (), 0, os.urandom(32))) is None
-    assert Listener(local=True).close(expected=False) is None
-
-
-def test_addresses_of_this_host_and_their_order() -> None:
-    assert "127.0.0.1" in links.addresses()
-    mine = ["127.0.0.1", "172.17.0.1", "10.77.0.5"]
-    theirs = ["127.0.0.1", "172.17.0.1", "192.168.1.4", "fd00::4", "10.77.0.4"]
-    assert by_distance(theirs, mine) == ["10.77.0.4", "192.168.1.4", "fd00::4", "127.0.0.1", "172.17.0.1"]
 
 
 # Processes

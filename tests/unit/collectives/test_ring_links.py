@@ -1,0 +1,256 @@
+"""The connections of the ring of ranks: handshake, strangers that are in the way, and the addresses on which a rank listens."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from collectives.diagnosis.ring import addresses, handshake, links
+from collectives.diagnosis.ring import listener as listening
+from collectives.diagnosis.ring.addresses import by_distance
+from collectives.diagnosis.ring.handshake import Words
+from collectives.diagnosis.ring.links import Place, connect
+from collectives.diagnosis.ring.listener import Listener
+from mpitrain.chaos import stranger
+
+LOOPBACK = ["127.0.0.1"]
+WAYS = {"unix": None, "tcp": LOOPBACK}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_connection_is_made_and_its_end_is_heard(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(tmp_path))
+    listener = Listener(WAYS[way])
+    made = connect(listener.place)
+    found = listener.close(expected=True)
+    assert made is not None and found is not None and list(tmp_path.iterdir()) == []
+    assert made.secret == found.secret and len(made.secret) == 32
+    with made.socket as one, found.socket as other:
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
+        if way == "tcp":
+            assert other.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            # silence is detected after 10 s
+            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+        one.send(b"g")
+        one.close()
+        other.settimeout(5.0)
+        assert (other.recv(1), other.recv(1)) == (b"g", b"")
+
+
+def test_another_listener_at_the_same_address_is_not_taken_for_the_right_one() -> None:
+    """As where two hosts have the same address, each for a bridge of its own."""
+    listener, other = Listener(LOOPBACK), Listener(LOOPBACK)
+    begun = time.monotonic()
+    assert connect(listener.place._replace(addresses=other.place.addresses)) is None
+    assert time.monotonic() - begun < 1
+    made = connect(listener.place._replace(addresses=other.place.addresses + listener.place.addresses))
+    found = listener.close(expected=True)
+    assert made is not None and found is not None and made.secret == found.secret
+    made.socket.close()
+    found.socket.close()
+    assert other.close(expected=False) is None
+
+
+def test_a_rank_that_cannot_be_reached_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_ALL_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+        begun = time.monotonic()
+        assert connect(Place("", (("127.0.0.1", silent.getsockname()[1]),), os.urandom(32))) is None
+        assert time.monotonic() - begun < 2
+    assert connect(Place("\0mpitrain-no-such-name", (), os.urandom(32))) is None
+    assert connect(Place("/nowhere/mpitrain", (), os.urandom(32))) is None
+    assert Listener(None).close(expected=False) is None
+    other = Listener(["192.0.2.1"])
+    assert other.place.addresses == () and other.close(expected=False) is None, "not an address of this host"
+
+
+def test_the_last_of_several_connections_counts() -> None:
+    """A rank that has given up a connection, because its end came late, makes another one."""
+    listener = Listener(LOOPBACK)
+    first, second = connect(listener.place), connect(listener.place)
+    found = listener.close(expected=True)
+    assert first is not None and second is not None and found is not None
+    assert found.secret == second.secret != first.secret
+    first.socket.settimeout(5.0)
+    assert first.socket.recv(1) == b""
+    for each in (first, second, found):
+        each.socket.close()
+
+
+# Strangers
+
+
+@contextmanager
+def attacked(kind: str, place: Place, recorded: Path) -> Iterator[str]:
+    """A process of another user attacks the listener. The value: what it says when it has."""
+    target = ",".join(map(str, place.addresses[0])) if place.addresses else place.name.replace("\0", "@")
+    command = [sys.executable, "-I", "-S", stranger.__file__, kind, target]
+    env = {stranger.RECORDED: str(recorded)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline()
+        finally:
+            process.kill()
+
+
+def transcript(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """What a rank sends for a connection, which it then gives up."""
+    sent: list[bytes] = []
+    here, shake, proof = threading.get_ident(), handshake.hello, Words.proof
+
+    def record(call: Callable[..., bytes]) -> Callable[..., bytes]:
+        def recording(*args: object) -> bytes:
+            said = call(*args)
+            if threading.get_ident() == here:
+                sent.append(said)
+            return said
+
+        return recording
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handshake, "hello", record(shake))
+        patch.setattr(Words, "proof", record(proof))
+        made = connect(listener.place)
+    assert made is not None and [len(each) for each in sent] == [handshake.HELLO_BYTES, handshake.PROOF_BYTES]
+    made.socket.close()
+    return b"".join(sent)
+
+
+@pytest.mark.parametrize("kind", stranger.KINDS)
+@pytest.mark.parametrize("way", ["unix", "abstract", "tcp"])
+def test_a_stranger_keeps_nobody_out(way: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way != "tcp" and os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(tmp_path / ("file" if way == "abstract" else ".")))
+    listener = Listener(LOOPBACK if way == "tcp" else None)
+    assert listener.place.name.startswith("\0") == (way == "abstract")
+    recorded = tmp_path / "recorded"
+    if kind == "replay":
+        recorded.write_bytes(transcript(listener, monkeypatch))
+        for each in (recorded, *tmp_path.parents[:3]):
+            each.chmod(0o755)
+    with attacked(kind, listener.place, recorded) as said:
+        num = 200 if kind == "many" else 1
+        made = 0 if way == "unix" else num
+        assert f"{kind}: {made} made, {num - made} refused" in said, "a folder of this user alone refuses all"
+        begun = time.monotonic()
+        link = connect(listener.place)
+        assert time.monotonic() - begun < 1
+    found = listener.close(expected=True)
+    assert link is not None and found is not None and link.secret == found.secret
+    found.socket.close()
+    link.socket.settimeout(5.0)
+    assert link.socket.recv(1) == b"", "the end is heard"
+    link.socket.close()
+
+
+def test_more_connections_than_a_listener_attends_to_do_not_keep_the_right_one_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening, "_NUM_PENDING", 8)
+    monkeypatch.setattr(listening, "HANDSHAKE_S", 0.2)
+    listener = Listener(LOOPBACK)
+    (address,) = listener.place.addresses
+    stop, made = threading.Event(), []
+
+    def flood() -> None:
+        while not stop.is_set() and len(made) < 500:
+            made.append(socket.create_connection(address))
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        link = connect(listener.place)
+    finally:
+        stop.set()
+        flooding.join()
+    found = listener.close(expected=True)
+    assert link is not None and found is not None
+    for each in (*made, link.socket, found.socket):
+        each.close()
+
+
+def test_a_message_proves_nothing_in_another_role_or_connection() -> None:
+    key, nonce = os.urandom(32), handshake.nonce()
+    words = Words(key, nonce, handshake.nonce(), b"10.0.0.1 5|10.0.0.2 6")
+    assert handshake.words_of(key, nonce, words.answer(), words.ends) == words
+    assert handshake.nonce_of(handshake.hello(nonce)) == nonce
+    for other in (
+        words._replace(ends=b"10.0.0.1 5|10.0.0.3 6"),
+        words._replace(ends=b"10.0.0.2 6|10.0.0.1 5"),
+        words._replace(connector=handshake.nonce()),
+        words._replace(listener=handshake.nonce()),
+        words._replace(key=os.urandom(32)),
+    ):
+        assert handshake.words_of(key, nonce, words.listener + other.answer()[32:], words.ends) is None
+        assert other.proof() != words.proof() and other.secret() != words.secret()
+    said = {words.answer()[32:], words.proof(), words.receipt(), words.secret()}
+    assert len(said) == 4, "none can be sent back in another role"
+    assert handshake.nonce_of(b"") is handshake.nonce_of(b"mpitrain") is handshake.nonce_of(b"x" * 40) is None
+
+
+# Addresses
+
+
+def test_addresses_of_this_host_and_their_order() -> None:
+    assert "127.0.0.1" in addresses.addresses()
+    mine = ["127.0.0.1", "172.17.0.1", "10.77.0.5"]
+    theirs = ["127.0.0.1", "172.17.0.1", "192.168.1.4", "fd00::4", "10.77.0.4"]
+    assert by_distance(theirs, mine) == ["10.77.0.4", "192.168.1.4", "fd00::4", "127.0.0.1", "172.17.0.1"]
+
+
+def test_a_rank_listens_on_the_address_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert addresses.towards(["127.0.0.1"]) == LOOPBACK, "the same host"
+    assert addresses.towards(["127.0.0.1", "127.0.0.9"]) == LOOPBACK, "127.0.0.9 is in its network"
+    assert addresses.towards([]) == []
+    monkeypatch.setattr(addresses, "_source", {"10.1.0.2": "10.1.0.1", "172.17.0.1": "172.17.0.1"}.get)
+    monkeypatch.setattr(addresses, "addresses", lambda: ["127.0.0.1", "10.1.0.1", "172.17.0.1"])
+    assert addresses.towards(["127.0.0.1", "10.1.0.2", "172.17.0.1", "fd00::2"]) == ["10.1.0.1"]
+
+
+def test_a_variable_names_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [("lo", "127.0.0.1"), ("ib0", "10.1.0.7"), ("ib0", "fd00::7"), ("eth0", "192.168.1.7")]
+    monkeypatch.setattr(addresses, "interfaces", lambda: there)
+    for said, expected in {
+        "ib0": ["10.1.0.7", "fd00::7"],
+        "ib9, eth0": ["192.168.1.7"],
+        "10.0.0.0/8": ["10.1.0.7"],
+        "10.1.0.7,ib0": ["10.1.0.7", "fd00::7"],
+        "fd00::/8": ["fd00::7"],
+        "127.0.0.5": ["127.0.0.5"],
+        "0.0.0.0": [address for _, address in there],
+        "::": [address for _, address in there],
+    }.items():
+        monkeypatch.setenv("MPITRAIN_LISTEN", said)
+        assert addresses.chosen() == expected, said
+    wrong = (
+        "ib9",
+        "10.2.0.0/16",
+        "10.1.0.0/33",
+        "ib0,",
+        ",",
+        " ",
+        "ib0 eth0",
+        "ib0,10.1.0",
+        "ib0,10.1.0.7:80",
+        "-x",
+        "ib0,a/b",
+    )
+    for said in wrong:
+        monkeypatch.setenv("MPITRAIN_LISTEN", said)
+        with pytest.raises(
+            ValueError, match=r"MPITRAIN_LISTEN is '.*'; expected .* it has lo \(127.0.0.1\), ib0 \(10.1.0.7\)"
+        ):
+            addresses.chosen()
+    monkeypatch.setenv("MPITRAIN_LISTEN", "")
+    assert addresses.chosen() is None
