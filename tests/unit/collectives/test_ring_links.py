@@ -2,13 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -19,6 +17,7 @@ from collectives.diagnosis.ring.handshake import Words
 from collectives.diagnosis.ring.links import Place, connect
 from collectives.diagnosis.ring.listener import Listener
 from mpitrain.chaos import stranger
+from mpitrain.chaos.attacked import Attacker
 
 LOOPBACK = ["127.0.0.1"]
 WAYS = {"unix": None, "tcp": LOOPBACK}
@@ -88,64 +87,33 @@ def test_the_last_of_several_connections_counts() -> None:
 # Strangers
 
 
-@contextmanager
-def attacked(kind: str, place: Place, recorded: Path) -> Iterator[str]:
-    """A process of another user attacks the listener. The value: what it says when it has."""
-    target = ",".join(map(str, place.addresses[0])) if place.addresses else place.name.replace("\0", "@")
-    command = [sys.executable, "-I", "-S", stranger.__file__, kind, target]
-    env = {stranger.RECORDED: str(recorded)}
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline()
-        finally:
-            process.kill()
-
-
-def transcript(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """What a rank sends for a connection, which it then gives up."""
-    sent: list[bytes] = []
-    here, shake, proof = threading.get_ident(), handshake.hello, Words.proof
-
-    def record(call: Callable[..., bytes]) -> Callable[..., bytes]:
-        def recording(*args: object) -> bytes:
-            said = call(*args)
-            if threading.get_ident() == here:
-                sent.append(said)
-            return said
-
-        return recording
-
-    with monkeypatch.context() as patch:
-        patch.setattr(handshake, "hello", record(shake))
-        patch.setattr(Words, "proof", record(proof))
-        made = connect(listener.place)
-    assert made is not None and [len(each) for each in sent] == [handshake.HELLO_BYTES, handshake.PROOF_BYTES]
-    made.socket.close()
-    return b"".join(sent)
+@pytest.fixture
+def attacker(kind: str) -> Iterator[Attacker]:
+    """A process of another user."""
+    with TemporaryDirectory() as room:  # not in pytest's folder, which other users may not enter
+        made = Attacker(kind, Path(room))
+        yield made
+        made.close()
 
 
 @pytest.mark.parametrize("kind", stranger.KINDS)
 @pytest.mark.parametrize("way", ["unix", "abstract", "tcp"])
-def test_a_stranger_keeps_nobody_out(way: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_keeps_nobody_out(
+    way: str, kind: str, attacker: Attacker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if way != "tcp" and os.geteuid() != 0:
         pytest.skip("only root can start a process of another user")
     (tmp_path / "file").touch()
     monkeypatch.setenv("MPITRAIN_SHM_DIR", str(tmp_path / ("file" if way == "abstract" else ".")))
     listener = Listener(LOOPBACK if way == "tcp" else None)
     assert listener.place.name.startswith("\0") == (way == "abstract")
-    recorded = tmp_path / "recorded"
-    if kind == "replay":
-        recorded.write_bytes(transcript(listener, monkeypatch))
-        for each in (recorded, *tmp_path.parents[:3]):
-            each.chmod(0o755)
-    with attacked(kind, listener.place, recorded) as said:
-        num = 200 if kind == "many" else 1
-        made = 0 if way == "unix" else num
-        assert f"{kind}: {made} made, {num - made} refused" in said, "a folder of this user alone refuses all"
-        begun = time.monotonic()
-        link = connect(listener.place)
-        assert time.monotonic() - begun < 1
+    (said,) = attacker.replay(listener.place) if kind == "replay" else attacker.attack(listener.place)
+    num = 200 if kind == "many" else 1
+    made = 0 if way == "unix" else num
+    assert f"{kind}: {made} made, {num - made} refused" in said, "a folder of this user alone refuses all"
+    begun = time.monotonic()
+    link = connect(listener.place)
+    assert time.monotonic() - begun < 1
     found = listener.close(expected=True)
     assert link is not None and found is not None and link.secret == found.secret
     found.socket.close()
