@@ -12,7 +12,6 @@ import runpy
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,34 +23,29 @@ from collectives.diagnosis.ring.links import Link, Place, connect
 from collectives.diagnosis.ring.listener import Listener
 from collectives.launcher import environment_of_program
 from mpitrain.chaos import stranger
+from mpitrain.chaos.job import ATTACK
 
-ATTACK = "MPITRAIN_CHAOS_ATTACK"
 _ANSWER_S = 5.0
 
 
 class Attacker:
-    """The process of another user. `room`: a folder that it may read."""
+    """The process of another user."""
 
-    def __init__(self, kind: str, room: Path) -> None:
-        self._recorded = room / "recorded"
-        room.chmod(0o755)
+    def __init__(self, kind: str) -> None:
         # Its folders may be closed to it, so it gets its program as text.
         command = [sys.executable, "-I", "-S", "-c", Path(stranger.__file__).read_text(), kind]
         self._process = subprocess.Popen(
-            command,
-            env={**environment_of_program(), stranger.RECORDED: str(self._recorded)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            command, env=environment_of_program(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def attack(self, place: Place) -> list[str]:
-        """Attack a listener; returns what the process says of each of its sockets."""
+    def attack(self, place: Place, sent: bytes = b"") -> list[str]:
+        """Attack a listener; returns what the process says of each of its sockets. `sent`: to be replayed."""
         targets = [f"{address},{port}" for address, port in place.addresses] + [place.name] * bool(place.name)
-        return [self._attack(target.replace("\0", "@")) for target in targets]
+        return [self._attack(f"{target} {sent.hex()}".replace("\0", "@")) for target in targets]
 
-    def _attack(self, target: str) -> str:
+    def _attack(self, line: str) -> str:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{target}\n".encode())
+        self._process.stdin.write(f"{line}\n".encode())
         self._process.stdin.flush()
         if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
             return f"stranger: no answer within {_ANSWER_S} s"
@@ -59,10 +53,7 @@ class Attacker:
 
     def replay(self, place: Place) -> list[str]:
         """Make a connection and give it up. Then send what this process has sent for it to the same listener."""
-        sent = record(place)
-        self._recorded.write_bytes(sent)
-        self._recorded.chmod(0o644)
-        return self.attack(place)
+        return self.attack(place, record(place))
 
     def close(self) -> None:
         """End the process."""
@@ -97,7 +88,7 @@ def record(place: Place) -> bytes:
 
 def _attack_all(kind: str) -> None:
     """Attack all listeners that this process makes from now on."""
-    attacker = Attacker(kind, Path(tempfile.mkdtemp(prefix="mpitrain-chaos-stranger.")))
+    attacker = Attacker(kind)
 
     class Attacked(Listener):
         def __init__(self, *args: Any) -> None:
@@ -110,7 +101,7 @@ def _attack_all(kind: str) -> None:
             print(*attacker.replay(place), sep="\n", flush=True)
         return connect(place)
 
-    joining.Listener, joining.connect = Attacked, replayed  # type: ignore[misc]
+    vars(joining).update(Listener=Attacked, connect=replayed)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 from mpitrain.chaos import checkout, disk, harms, verdicts
 from mpitrain.chaos.harms import Harmer
+from mpitrain.chaos.job import ATTACK
 from mpitrain.chaos.verdicts import Verdict
 
 _ALONE = ("--train.sample_bytes", "0", "--train.eval_batches", "0")
 _ELASTIC = (*_ALONE, "--train.elastic", "true")
 _MODEL_101M = ("--model.width", "768", "--model.layers", "14", "--model.heads", "12", "--model.context", "128")
 _LARGE = (*_ELASTIC, *_MODEL_101M, "--train.copy_every", "5")
+_MODEL_SMALL = ("--model.width", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32")
+_NOTICED_S = 3.0
 _SECONDS = 6.5  # of all steps of the tiny model; a harm that comes after them does not count
 _DEADLINE_S = 3.0
 _NO_ENV: Mapping[str, str] = MappingProxyType({})
@@ -24,8 +27,8 @@ Launch = Callable[[], tuple[tuple[str, ...], dict[str, str]]]
 class Case(NamedTuple):
     """A row of the table.
 
-    `fault`: of mpitrain.chaos.harmed, if the job harms itself. `seconds`: of a long run, beyond minutes. `disk_bytes`: the size of a
-    file system of its own for the job's folder, 0 for none.
+    `fault`: of mpitrain.chaos.harmed, if the job harms itself. `module`: what the job runs. `seconds`: of a long run, beyond minutes.
+    `disk_bytes`: the size of a file system of its own for the job's folder, 0 for none.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Case(NamedTuple):
     seconds: float = 0.0
     needs_reference: bool = True
     disk_bytes: int = 0
+    module: str = "mpitrain"
 
 
 def _in_place(
@@ -129,6 +133,21 @@ def _slow(fault: str, cause: str, words: str) -> Case:
     )  # fmt: skip
 
 
+def _attacked(kind: str, words: str) -> list[Case]:
+    """Another user attacks all connections between ranks, and a rank is killed."""
+    return [
+        Case(
+            f"ring-{kind}{suffix}", f"another user {words}{where}, then kill -9 of a random rank", launch, 4,
+            (*_ELASTIC, *_MODEL_SMALL, "--train.steps", str(num_steps)), harms.at_random(4, 1.5),
+            verdicts.keeps_its_ring(10, _NOTICED_S), num_steps, env={ATTACK: kind}, module="mpitrain.chaos.attacked",
+        )
+        for suffix, where, launch, num_steps in (
+            ("", "", partial(checkout.mpirun, 4), 150),
+            ("-hosts", ", 2 hosts x 2 ranks", partial(checkout.cluster, 2, 2), 50),
+        )
+    ]  # fmt: skip
+
+
 def _clean(name: str, words: str, launch: Launch, harm: Harmer, verdict: Verdict) -> Case:
     settings = (*_ELASTIC, "--train.steps", "2000", "--checkpoint.every", "500")
     return Case(name, words, launch, 4, settings, harm, verdict, 2000, seconds=1200.0, needs_reference=False)
@@ -170,6 +189,11 @@ CASES: Sequence[Case] = (
     _left_behind("sleep", "a rank that sleeps"),
     _left_behind("stop", "a rank that is stopped"),
     _left_behind("gil", "a rank that holds the GIL"),
+    *_attacked("first", "connects to each rank first"),
+    *_attacked("many", "opens 200 connections to each rank"),
+    *_attacked("half", "sends half a hello to each rank"),
+    *_attacked("replay", "replays what a rank has sent to another one"),
+    *_attacked("length", "sends 2^63 as each length"),
     _ends("mpirun", "mpirun killed, the same command again", harms.launcher(SIGKILL, seconds=_SECONDS)),
     _ends("mpirun-elastic", "the same, an elastic run", harms.launcher(SIGKILL, seconds=_SECONDS), elastic=True),
     _ends("sigterm", "mpirun gets SIGTERM", harms.launcher(SIGTERM, seconds=_SECONDS)),

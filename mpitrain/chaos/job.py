@@ -20,6 +20,8 @@ from mpitrain.monitor.reading.events import read_events
 _MARK = "MPITRAIN_CHAOS_JOB"
 FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"
 """What mpitrain.chaos.harmed reads."""
+ATTACK = "MPITRAIN_CHAOS_ATTACK"
+"""What mpitrain.chaos.attacked reads."""
 
 
 class OwnHarm(NamedTuple):

@@ -1,8 +1,8 @@
 """A process of another user that attacks the listeners of ranks: `python stranger.py KIND`. Standard library only.
 
 It reads places from standard input, one a line: the name or path of a unix socket, with @ for a zero byte at its beginning, or
-ADDRESS,PORT. It attacks each, and prints how many connections were made, and how many were refused. All stay open to its end, which
-comes with the end of the input.
+ADDRESS,PORT; and to be replayed, behind a blank and in hexadecimal digits, the hello and the proof that a rank has sent. It attacks
+each place, and prints how many connections were made, and how many were refused. All stay open until the input ends.
 """
 
 import contextlib
@@ -10,13 +10,10 @@ import os
 import socket
 import struct
 import sys
-from pathlib import Path
 
 KINDS = ("first", "many", "half", "replay", "length")
 """Connect first and say nothing; the same 200 times; send half a hello; send what a rank has sent to a listener before; send 2^63 as
 each length."""
-RECORDED = "MPITRAIN_CHAOS_RECORDED"
-"""A file with the hello and the proof that a rank has sent."""
 _NOBODY = 65534
 _NUM_MANY = 200
 _HELLO_BYTES = 40  # of collectives.diagnosis.ring.handshake
@@ -33,11 +30,12 @@ def main(kind: str) -> None:
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     held: list[socket.socket] = []
     for line in sys.stdin:
-        made, refused = attack(kind, _target(line.rstrip("\n")), held)
-        print(f"stranger: user {os.geteuid()}, {kind}: {made} made, {refused} refused at {line}", end="", flush=True)
+        place, _, sent = line.strip().partition(" ")
+        made, refused = attack(kind, _target(place), bytes.fromhex(sent), held)
+        print(f"stranger: user {os.geteuid()}, {kind}: {made} made, {refused} refused at {place}", flush=True)
 
 
-def attack(kind: str, target: Target, held: list[socket.socket]) -> tuple[int, int]:
+def attack(kind: str, target: Target, sent: bytes, held: list[socket.socket]) -> tuple[int, int]:
     """Attack one listener; returns the number of connections that were made, and of those that were refused."""
     made = refused = 0
     for _ in range(_NUM_MANY if kind == "many" else 1):
@@ -48,7 +46,7 @@ def attack(kind: str, target: Target, held: list[socket.socket]) -> tuple[int, i
             refused += 1
             continue
         with contextlib.suppress(OSError):
-            _say(kind, held[-1])
+            _say(kind, sent, held[-1])
     return made, refused
 
 
@@ -64,11 +62,10 @@ def _connected(target: Target) -> socket.socket:
     return connection
 
 
-def _say(kind: str, connection: socket.socket) -> None:
+def _say(kind: str, sent: bytes, connection: socket.socket) -> None:
     if kind == "half":
         connection.sendall(b"mpitrain".ljust(_HELLO_BYTES // 2, b"x"))
     elif kind == "replay":
-        sent = Path(os.environ[RECORDED]).read_bytes()
         connection.sendall(sent[:_HELLO_BYTES])
         connection.recv(4096)
         connection.sendall(sent[_HELLO_BYTES:])

@@ -31,7 +31,7 @@ def attempt(
         own = OwnHarm(
             case.fault, rng.randrange(case.num_ranks), rng.randint(2, case.num_steps - 1), rng.randrange(1 << 31)
         )
-    job = Job(command, {**env, **case.env}, case.settings, run, own)
+    job = Job(command, {**env, **case.env}, case.settings, run, own, case.module)
     jobs = [job]
 
     def start() -> tuple[Job, int | None]:

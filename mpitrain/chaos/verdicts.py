@@ -80,6 +80,30 @@ def goes_on(max_repeated: int) -> Verdict:
     return verdict
 
 
+def keeps_its_ring(max_repeated: int, within_s: float) -> Verdict:
+    """All ranks connect although another user attacks their listeners, a death is noticed in time, and the job goes on in place.
+
+    The note says what the other user has done.
+    """
+
+    def verdict(facts: Facts, outcome: Outcome) -> str:
+        said = re.findall(r"stranger: user (\d+), \S+ (\d+) made, (\d+) refused", facts.job.output)
+        made, refused = (sum(int(each[i]) for each in said) for i in (1, 2))
+        outcome.note = (
+            f"user {', '.join(sorted({each[0] for each in said}))}: {made} connections made, {refused} refused"
+        )
+        if not made + refused or "stranger: no answer" in facts.job.output:
+            return f"not every listener was attacked: {outcome.note}"
+        if missing := re.findall(r".*(?:no connection from|cannot connect|no further copies).*", facts.job.output):
+            return f"ranks have no connection: {missing[:3]}"
+        problem = goes_on(max_repeated)(facts, outcome)
+        if not problem and (outcome.noticed_s is None or outcome.noticed_s > within_s):
+            return f"the death was noticed after {outcome.noticed_s} s; expected {within_s} s at most"
+        return problem
+
+    return verdict
+
+
 def is_started_again(max_repeated: int, within_s: float) -> Verdict:
     """The supervisor starts the job again, which ends as an undisturbed one. `noticed_s`: to the end of the job by the supervisor."""
 

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -90,10 +89,9 @@ def test_the_last_of_several_connections_counts() -> None:
 @pytest.fixture
 def attacker(kind: str) -> Iterator[Attacker]:
     """A process of another user."""
-    with TemporaryDirectory() as room:  # not in pytest's folder, which other users may not enter
-        made = Attacker(kind, Path(room))
-        yield made
-        made.close()
+    made = Attacker(kind)
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("kind", stranger.KINDS)
