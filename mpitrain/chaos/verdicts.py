@@ -11,11 +11,10 @@ import msgspec
 
 import ckpt
 from collectives.programs import python
-from collectives.transports.node.memory import folder
 from mpitrain.chaos.disk import free_up
 from mpitrain.chaos.harms import Harm
 from mpitrain.chaos.job import Job
-from mpitrain.elastic.copies.files import prefix
+from mpitrain.elastic.copies.files import files_of
 from mpitrain.elastic.lease import read_lease
 from mpitrain.monitor.reading.events import read_events
 from mpitrain.monitor.record.events import REGULAR
@@ -291,11 +290,7 @@ def _of_remains(job: Job, *, leaves_copies: bool = False, leaves_stages: bool = 
     if not leaves_stages and (staging := [path.name for path in job.run.glob("checkpoints/.*") if path.is_dir()]):
         return f"{staging} is left"
     lease = read_lease(job.run)
-    if (
-        not leaves_copies
-        and lease is not None
-        and (copies := [path.name for path in folder().glob(f"{prefix(lease.run)}*")])
-    ):
+    if not leaves_copies and lease is not None and (copies := [path.name for path in files_of(lease.run)]):
         return f"{copies} are left in node memory"
     return ""
 

@@ -15,7 +15,7 @@ from torch import nn
 import collectives
 from collectives import Communicator, recovery
 from mpitrain.elastic.copies.files import newest_epoch
-from mpitrain.elastic.copies.holding import hold, release, remove_all, unheld
+from mpitrain.elastic.copies.holding import file_of, hold, release, remove_all, unheld
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.layout import Layout
@@ -152,7 +152,7 @@ def _check_alone(run_id: str, name: str | None) -> None:
     """RuntimeError if the processes of another job hold the copies on this node. Those of a job that is ending have some time."""
     until = time.monotonic() + _ENDING_S
     while True:
-        with unheld(run_id, make=False) as is_free:
+        with unheld(file_of(run_id), make=False) as is_free:
             if is_free:
                 return
         if time.monotonic() > until:

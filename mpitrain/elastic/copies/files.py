@@ -1,11 +1,13 @@
 """A copy: the boxes that one rank holds, in one file of the node's shared memory.
 
-    mpitrain-copy-UID-RUN-EPOCH-RANK.GENERATION     a rank's own copy
-    mpitrain-copy-UID-RUN-EPOCH-RANKp.GENERATION    the copy for a rank of another node
-    mpitrain-copy-UID-RUN-held                      see holding.py
+    copy-RUN-JOB-EPOCH-RANK.GENERATION     a rank's own copy
+    copy-RUN-JOB-EPOCH-RANKp.GENERATION    the copy for a rank of another node
+    copy-RUN-held                          see holding.py
 
-RUN names the run, EPOCH the set of ranks: each launch and each loss begins a new one. The ranks use two generations in turn: one is
-complete while the other is written. A file holds the word "complete" only while its contents are whole:
+The folder is one of folders.py. RUN names the run, by which a later job finds the copies. JOB names the job of the batch system, such
+as job4711, by which an epilog may remove them; "local" without one. EPOCH is the set of ranks: each launch and each loss begins a new
+one. The ranks use two generations in turn: one is complete while the other is written. A file holds the word "complete" only while its
+contents are whole:
 
     8 bytes  "complete" or "writing."     8 bytes  place of the header     8 bytes  length of the header
     from byte 4096 on: the boxes, each aligned to 64 bytes; then the header (JSON)
@@ -17,6 +19,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import struct
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
@@ -29,11 +32,12 @@ import numpy as np
 from ckpt.format.boxes import Box
 from ckpt.tensors import Local
 from collectives.files import OddFileError, open_regular
-from collectives.transports.node.memory import folder
+from mpitrain.elastic.copies.folders import own_folder, own_folders, tidy
 
 _COMPLETE, _WRITING = b"complete", b"writing."
 _DATA_AT = 4096
 _ALIGN = 64
+_NOT_IN_NAMES = r"[^\w.\[\]]"  # a minus sign separates the parts of a name
 _SPARE_BYTES = 1 << 16  # for longer headers of later steps
 
 
@@ -77,13 +81,26 @@ class StateKey(NamedTuple):
 
 
 def path_of(run: str, epoch: int, rank: int, generation: int, *, for_partner: bool = False) -> Path:
-    """The file of a copy."""
-    return folder() / f"{prefix(run)}{epoch:08d}-{rank:05d}{'p' * for_partner}.{generation}"
+    """The file of a copy of this job. OSError if there is no folder for it."""
+    return own_folder() / f"{prefix(run)}{_job()}-{epoch:08d}-{rank:05d}{'p' * for_partner}.{generation}"
 
 
 def prefix(run: str) -> str:
     """The beginning of the names of a run's copies."""
-    return f"mpitrain-copy-{os.getuid()}-{run}-"
+    return f"copy-{run}-"
+
+
+def files_of(run: str) -> list[Path]:
+    """The files of a run on this node: its copies, of all jobs, and the file that its processes lock."""
+    return sorted(path for each in own_folders() for path in each.glob(f"{prefix(run)}*"))
+
+
+def _job() -> str:
+    """The job of the batch system, as a part of a file's name."""
+    for variable in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        if said := os.environ.get(variable):
+            return f"job{re.sub(_NOT_IN_NAMES, '_', said)}"
+    return "local"
 
 
 def parts_of(tensors: Sequence[Local], *, whole: bool) -> tuple[list[Part], list[np.ndarray], int]:
@@ -160,7 +177,7 @@ class Found(NamedTuple):
 
 def complete_copies(run: str) -> Iterator[Found]:
     """The complete copies of a run on this node, of all epochs. Files of other users, and files that are no copies, are passed over."""
-    for path in sorted(folder().glob(f"{prefix(run)}*")):
+    for path in files_of(run):
         with suppress(OSError, msgspec.MsgspecError), open(path, "rb", opener=open_own) as file:
             head = file.read(24)
             if len(head) == 24 and head[:8] == _COMPLETE:
@@ -173,10 +190,15 @@ def complete_copies(run: str) -> Iterator[Found]:
 
 
 def open_own(path: str | Path, flags: int) -> int:
-    """Open a regular file of this user, or make it for this user alone. PermissionError for another one: in shared memory anybody may
-    make a file of that name."""
+    """Open a regular file of this user, or make it for this user alone. PermissionError for another one."""
     try:
-        fd = open_regular(path, flags, 0o600)
+        try:
+            fd = open_regular(path, flags, 0o600)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+            own_folder()  # another process has just removed the empty folder
+            fd = open_regular(path, flags, 0o600)
     except OddFileError:
         raise PermissionError(errno.EPERM, "not a file of this user", path) from None
     if os.fstat(fd).st_uid != os.getuid():
@@ -197,6 +219,7 @@ def remove_copies(run: str, *, before_epoch: float = float("inf"), but: Containe
         if epoch < before_epoch and str(path) not in but:
             with suppress(FileNotFoundError, PermissionError, IsADirectoryError):
                 path.unlink()
+    tidy()
 
 
 def newest_epoch(run: str) -> int:
@@ -211,7 +234,7 @@ def oldest_epoch(run: str) -> float:
 
 def _epochs(run: str) -> Iterator[tuple[Path, int]]:
     """The files of a run's copies on this node, with their epochs."""
-    for path in folder().glob(f"{prefix(run)}*"):
-        epoch = path.name.removeprefix(prefix(run)).partition("-")[0]
-        if epoch.isdigit():
-            yield path, int(epoch)
+    for path in files_of(run):
+        _, _, epoch = path.name.removeprefix(prefix(run)).partition("-")
+        if (number := epoch.partition("-")[0]).isdigit():
+            yield path, int(number)

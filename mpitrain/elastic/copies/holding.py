@@ -3,7 +3,7 @@
 A rank locks a copy only while it has the file mapped. Between a loss and the copies after it no rank has, and the rank that has written
 a copy may be dead. So each process of a run also locks one file of the run, from before it looks for copies until it ends:
 
-    mpitrain-copy-UID-RUN-held
+    copy-RUN-held
 """
 
 import fcntl
@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from collectives.transports.node.memory import folder
 from mpitrain.elastic.copies.files import open_own, prefix, remove_copies
+from mpitrain.elastic.copies.folders import own_folder, own_folders, tidy
 
+HELD = "held"
 _CLEANING_S = 10.0  # the longest wait for a command that removes orphans of the run
 
 _held: dict[Path, int] = {}  # the descriptors whose locks this process keeps, by the file
@@ -26,7 +27,10 @@ def hold(run: str) -> None:
 
     Without room for the file, or if that command stands still, only the locks of the copies themselves protect them.
     """
-    path = file_of(run)
+    try:
+        path = file_of(run)
+    except OSError:
+        return
     while True:
         with suppress(OSError):
             if path in _held and os.path.samestat(os.fstat(_held[path]), os.lstat(path)):
@@ -58,28 +62,30 @@ def _locked(fd: int) -> bool:
 
 def release(run: str) -> None:
     """Hold the run's copies no longer. They stay."""
-    if (path := file_of(run)) in _held:
+    for path in [path for path in _held if path.name == _name(run)]:
         os.close(_held.pop(path))
 
 
 def remove_all(run: str) -> None:
     """Remove all copies of a run from this node, and hold them no longer. For a run that has ended well."""
     remove_copies(run)
-    with suppress(FileNotFoundError, PermissionError):
-        file_of(run).unlink()
+    for each in own_folders():
+        with suppress(FileNotFoundError, PermissionError):
+            (each / _name(run)).unlink()
     release(run)
+    tidy()
 
 
 @contextmanager
-def unheld(run: str, *, make: bool) -> Iterator[bool]:
-    """Keep processes from beginning to hold the run's copies in the block. The value: whether no process holds them.
+def unheld(file: Path, *, make: bool) -> Iterator[bool]:
+    """Keep processes from beginning to hold a run's copies in the block. The value: whether no process holds them.
 
-    `make`: also if the run has no file for this yet. Then the file may be removed in the block.
+    `file`: what they lock. `make`: also if the run has no such file yet. Then it may be removed in the block.
     """
-    if not make and not os.path.lexists(file_of(run)):
+    if not make and not os.path.lexists(file):
         yield True
         return
-    with alone(file_of(run), os.O_CREAT if make else 0) as is_free:
+    with alone(file, os.O_CREAT if make else 0) as is_free:
         yield is_free
 
 
@@ -103,5 +109,9 @@ def alone(path: Path, flags: int = 0) -> Iterator[bool]:
 
 
 def file_of(run: str) -> Path:
-    """The file that the processes of a run lock."""
-    return folder() / f"{prefix(run)}held"
+    """The file that the processes of a run lock. OSError if there is no folder for it."""
+    return own_folder() / _name(run)
+
+
+def _name(run: str) -> str:
+    return f"{prefix(run)}{HELD}"

@@ -6,11 +6,13 @@ both locks with the process. A relaunch may still want the copies of a run that 
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from collectives.transports.node.memory import folder
-from mpitrain.elastic.copies.holding import alone, file_of, unheld
+from mpitrain.elastic.copies.folders import own_folders, tidy
+from mpitrain.elastic.copies.holding import HELD, alone, unheld
 
 KEPT_S = 3600.0
 """The time for which the copies of a dead run are kept for its next launch."""
@@ -19,8 +21,8 @@ KEPT_S = 3600.0
 def orphans(older_than_s: float = KEPT_S) -> list[Path]:
     """The copies of this user on this node that no living process locks, and that were last written `older_than_s` ago or more."""
     found = []
-    for run, paths in _old_copies(older_than_s).items():
-        with unheld(run, make=False) as free:
+    for file, paths in _old_copies(older_than_s).items():
+        with unheld(file, make=False) as free:
             found += [path for path in paths if free and _is_free(path)]
     return found
 
@@ -28,8 +30,8 @@ def orphans(older_than_s: float = KEPT_S) -> list[Path]:
 def remove_orphans(older_than_s: float = KEPT_S) -> list[Path]:
     """Remove the files that `orphans` lists, and return their paths. A file that another process removes first is left out."""
     removed = []
-    for run, paths in _old_copies(older_than_s).items():
-        with unheld(run, make=True) as free:
+    for file, paths in _old_copies(older_than_s).items():
+        with unheld(file, make=True) as free:
             if not free:
                 continue
             for path in paths:
@@ -37,28 +39,34 @@ def remove_orphans(older_than_s: float = KEPT_S) -> list[Path]:
                     if is_free:
                         path.unlink()
                         removed.append(path)
-            if not _copies_of(run):
+            if not [path for path in file.parent.glob(f"{file.name.removesuffix(HELD)}*") if path != file]:
                 with suppress(OSError):
-                    file_of(run).unlink()
+                    file.unlink()
+    tidy()
     return removed
 
 
-def _old_copies(older_than_s: float) -> dict[str, list[Path]]:
-    """The old copies of each run. A run of which only the file for its processes is left has none."""
+def _old_copies(older_than_s: float) -> dict[Path, list[Path]]:
+    """The old copies of each run, by the file that its processes lock. A run of which that file alone is left has none."""
     now, user = time.time(), os.getuid()
-    old: dict[str, list[Path]] = {}
-    for path in sorted(folder().glob(f"mpitrain-copy-{user}-*")):
+    old: dict[Path, list[Path]] = {}
+    for path, held in _files(user):
         with suppress(OSError):  # removed in the meantime
             its = path.lstat()
             if its.st_uid == user and path.is_file() and not path.is_symlink() and now - its.st_mtime >= older_than_s:
-                run = path.name.split("-")[3]
-                old.setdefault(run, []).extend([path] * (path != file_of(run)))
+                old.setdefault(held, []).extend([path] * (path != held))
     return old
 
 
-def _copies_of(run: str) -> list[Path]:
-    own = file_of(run)
-    return [path for path in own.parent.glob(f"{own.name.removesuffix('held')}*") if path != own]
+def _files(user: int) -> Iterator[tuple[Path, Path]]:
+    """The files of this user's runs on this node, each with the one that the processes of its run lock."""
+    for each in own_folders():
+        for path in sorted(each.glob("copy-*-*")):
+            yield path, path.with_name(f"copy-{path.name.split('-')[1]}-{HELD}")
+    # Of an earlier version, which had them all in the folder for all users.
+    for path in sorted(folder().glob(f"mpitrain-copy-{user}-*")):
+        run = path.name.split("-")[3]
+        yield path, path.with_name(f"mpitrain-copy-{user}-{run}-{HELD}")
 
 
 def _is_free(path: Path) -> bool:

@@ -18,7 +18,7 @@ from main_job import losses
 import ckpt
 from mpitrain.chaos.disk import small_disk
 from mpitrain.chaos.job import Job
-from mpitrain.elastic.copies.files import prefix, remove_copies
+from mpitrain.elastic.copies.files import files_of, remove_copies
 from mpitrain.elastic.lease import read_lease
 
 STEPS = 60
@@ -84,7 +84,7 @@ def goes_on(job: Job, num_losses: int) -> None:
 def copies(run: Path) -> list[str]:
     lease = read_lease(run)
     assert lease is not None
-    return [file.name for file in Path("/dev/shm").glob(f"{prefix(lease.run)}*")]
+    return [file.name for file in files_of(lease.run)]
 
 
 def assert_ended_as(job: Job, undisturbed: Path) -> None:
@@ -321,7 +321,7 @@ def test_the_example_goes_on_after_a_kill(room: Path) -> None:
 
     def kill_a_rank(job: int) -> None:
         deadline = time.monotonic() + 40
-        while not any(read_head(file) == b"complete" for file in room.glob("mpitrain-copy-*-00000001-00001.1")):
+        while not any(read_head(file) == b"complete" for file in room.glob("mpitrain-*/copy-*-00000001-00001.1")):
             assert time.monotonic() < deadline, "no copy was taken"
             time.sleep(0.02)
         (pid,) = [pid for pid in session_processes(job) if rank_of(pid) == 1]

@@ -21,7 +21,7 @@ from ways import WAYS
 import ckpt
 import mpitrain
 from collectives import Communicator
-from mpitrain.elastic.copies.files import CopyFile, complete_copies, path_of, prefix, remove_copies
+from mpitrain.elastic.copies.files import CopyFile, complete_copies, files_of, path_of, remove_copies
 from mpitrain.elastic.copies.restoring import find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.init import initialize
@@ -219,7 +219,7 @@ def test_the_newest_whole_state_is_found(comm: Communicator, run: str) -> None:
     comm.barrier()
     assert found_in(comm, run) == 25
     deadline = time.monotonic() + 10  # a thread removes those of the earlier epoch
-    while (epochs := {path.name.split("-")[4] for path, _ in complete_copies(run)}) != {"00000002"}:
+    while (epochs := {path.name.split("-")[3] for path, _ in complete_copies(run)}) != {"00000002"}:
         assert time.monotonic() < deadline, epochs
         time.sleep(0.01)
     comm.barrier()
@@ -248,7 +248,7 @@ def test_tensors_that_the_state_lacks_are_an_error(comm: Communicator, run: str)
 def num_files(comm: Communicator, run: str) -> int:
     """The number of files of copies on all nodes, the same on all ranks. Each takes its memory whether it is complete or not."""
     comm.barrier()
-    paths = path_of(run, 1, 0, 0).parent.glob(f"{prefix(run)}*") if comm.node.rank == 0 else ()
+    paths = files_of(run) if comm.node.rank == 0 else ()
     return sum(comm.all_gather_object(len(list(paths))))
 
 
@@ -350,7 +350,7 @@ def test_a_full_node_memory_is_an_error_on_all_ranks(comm: Communicator, run: st
         take_rows(copies, comm, 1)
     copies.close(remove=True)
     comm.barrier()
-    assert not list(path_of(run, 1, 0, 0).parent.glob(f"{prefix(run)}*"))
+    assert files_of(run) == []
 
 
 def test_copies_that_are_whole_survive_a_full_node_memory(nodes: Communicator, run: str) -> None:
@@ -388,7 +388,7 @@ def test_a_partner_s_full_node_memory_is_an_error_on_all_ranks(nodes: Communicat
             copies.take(2, state(2), {})
     copies.close(remove=True)
     comm.barrier()
-    assert not list(path_of(run, 1, 0, 0).parent.glob(f"{prefix(run)}*"))
+    assert files_of(run) == []
 
 
 class limited_files:  # noqa: N801 - a context manager

@@ -351,19 +351,21 @@ def test_orphans_are_old_copies_that_no_process_locks(tmp_path: Path, monkeypatc
             os.utime(path, (old, old))
         return path
 
-    dead = copy(f"mpitrain-copy-{user}-run-00000001-00000.0")
-    held = copy(f"mpitrain-copy-{user}-run-00000001-00001.0")
-    young = copy(f"mpitrain-copy-{user}-run-00000002-00000.0", is_old=False)
-    others = [copy(f"mpitrain-copy-{user + 1}-run-00000001-00000.0"), copy("mpitrain-4711-abc"), copy("else")]
-    (tmp_path / f"mpitrain-copy-{user}-link").symlink_to(others[2])
+    for name in (f"mpitrain-{user}", f"mpitrain-{user + 1}"):
+        (tmp_path / name).mkdir(0o700)
+    dead = copy(f"mpitrain-{user}/copy-run-local-00000001-00000.0")
+    held = copy(f"mpitrain-{user}/copy-run-local-00000001-00001.0")
+    young = copy(f"mpitrain-{user}/copy-run-job7-00000002-00000.0", is_old=False)
+    others = [copy(f"mpitrain-{user + 1}.1"), copy("mpitrain-4711-abc"), copy("copy-run-local-00000001-00000.0")]
+    (tmp_path / f"mpitrain-{user}/copy-run-link").symlink_to(others[2])
     with held.open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         assert orphans() == [dead]
-        assert orphans(0.0) == [dead, young]
+        assert orphans(0.0) == [young, dead]
         assert remove_orphans() == [dead]
         assert not dead.exists() and held.exists() and young.exists() and all(path.exists() for path in others)
     assert orphans() == [held]  # its rank has ended
-    assert remove_orphans(0.0) == [held, young] and orphans(0.0) == []
+    assert remove_orphans(0.0) == [young, held] and orphans(0.0) == []
 
 
 @pytest.mark.parametrize(

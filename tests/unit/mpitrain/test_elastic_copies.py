@@ -26,6 +26,7 @@ from mpitrain.elastic.copies.files import (
     prefix,
     remove_copies,
 )
+from mpitrain.elastic.copies.folders import own_folder, own_folders
 from mpitrain.elastic.copies.holding import file_of, hold, remove_all, unheld
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
 from mpitrain.elastic.copies.partners import partner_of
@@ -44,9 +45,11 @@ def header_of(step: int, *, epoch: int = 1, rank: int = 0, note: str = "") -> by
     return msgspec.json.encode(Header(step, epoch, rank, 1, 16, (), {"note": note}))
 
 
-def write(step: int, *, epoch: int = 1, rank: int = 0, generation: int = 0, note: str = "", **more: bool) -> CopyFile:
+def write(
+    step: int, *, run: str = RUN, epoch: int = 1, rank: int = 0, generation: int = 0, note: str = "", **more: bool
+) -> CopyFile:
     header = header_of(step, epoch=epoch, rank=rank, note=note)
-    file = CopyFile(path_of(RUN, epoch, rank, generation, **more), 16, len(header))
+    file = CopyFile(path_of(run, epoch, rank, generation, **more), 16, len(header))
     file.begin()
     file.data(16)[...] = step
     file.finish(header, 16)
@@ -90,7 +93,7 @@ def test_generations_epochs_ranks_and_partners_have_files_of_their_own(room: Pat
     for epoch, generation, more in ((1, 0, {}), (1, 1, {}), (2, 0, {}), (2, 0, {"for_partner": True})):
         write(10 * epoch + generation, epoch=epoch, generation=generation, **more)
     write(20, epoch=2, rank=1)
-    (room / f"{prefix('other')}00000009-00000.0").touch()
+    other = write(1, run="other", epoch=9).path
     assert sorted(steps()) == [10, 11, 20, 20, 20] and newest_epoch(RUN) == 2
     remove_copies(RUN, before_epoch=2)
     assert sorted(steps()) == [20, 20, 20] and newest_epoch(RUN) == 2
@@ -98,12 +101,15 @@ def test_generations_epochs_ranks_and_partners_have_files_of_their_own(room: Pat
     assert newest_epoch(RUN) == 5, "an incomplete copy takes its epoch's number too"
     remove_copies(RUN)
     assert (steps(), newest_epoch(RUN)) == ([], 0)
-    assert [file.name for file in room.iterdir()] == [f"{prefix('other')}00000009-00000.0"]
+    assert list(own_folder().iterdir()) == [other]
+    remove_copies("other")
+    assert list(room.iterdir()) == [], "the empty folder too"
 
 
 def test_what_is_no_copy_is_passed_over(room: Path) -> None:
     write(7)
-    names = iter(f"{prefix(RUN)}00000001-{rank:05d}.0" for rank in range(90, 99))
+    room = own_folder()
+    names = iter(f"{prefix(RUN)}local-00000001-{rank:05d}.0" for rank in range(90, 99))
     (room / next(names)).write_bytes(b"")
     (room / next(names)).write_bytes(b"complete")
     (room / next(names)).write_bytes(b"complete" + struct.pack("<QQ", 4096, 1 << 62))
@@ -126,6 +132,92 @@ def test_a_file_of_another_user_is_passed_over() -> None:
     assert steps() == []
     with pytest.raises(PermissionError):
         open_data(path)
+
+
+def test_copies_lie_in_a_folder_that_only_their_user_may_enter(room: Path) -> None:
+    old = os.umask(0)
+    try:
+        path = write(7).path
+    finally:
+        os.umask(old)
+    assert path.parent == room / f"mpitrain-{os.getuid()}"
+    assert os.stat(path.parent).st_mode & 0o777 == 0o700 and os.stat(path).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("what", ["file", "link", "dangling", "open", "foreign"])
+def test_a_name_that_another_user_has_taken_is_passed_over(what: str, room: Path) -> None:
+    if what == "foreign" and os.geteuid() != 0:
+        pytest.skip("only root can make a folder of another user")
+    name = room / f"mpitrain-{os.getuid()}"
+    (room / "own").mkdir(0o700)
+    makers = {
+        "file": name.touch,
+        "link": lambda: name.symlink_to(room / "own"),
+        "dangling": lambda: name.symlink_to(room / "nothing"),
+        "open": lambda: (name.mkdir(), name.chmod(0o750)),
+        "foreign": lambda: (name.mkdir(0o700), os.chown(name, 12345, -1)),
+    }
+    makers[what]()
+    first = write(7)
+    assert first.path.parent == name.with_name(f"{name.name}.1") and steps() == [7]
+    hold(RUN)
+    name.rmdir() if name.is_dir() and not name.is_symlink() else name.unlink()
+    second = write(8, rank=1)
+    assert second.path.parent == name and steps() == [8, 7], "the copies of both folders"
+    remove_all(RUN)
+    assert sorted(each.name for each in room.iterdir()) == ["own"]
+
+
+def test_without_a_name_that_is_free_the_error_says_what_to_do(room: Path) -> None:
+    for path in (room / f"mpitrain-{os.getuid()}{end}" for end in ("", *(f".{number}" for number in range(1, 8)))):
+        path.touch()
+    assert own_folders() == []
+    with pytest.raises(PermissionError, match=r"expected folders of this user with mode 0700: .* MPITRAIN_SHM_DIR"):
+        path_of(RUN, 1, 0, 0)
+    hold(RUN)
+    assert steps() == [] and orphans(0.0) == []
+    remove_all(RUN)
+
+
+@pytest.mark.parametrize(
+    ("variable", "said", "word"),
+    [
+        ("SLURM_JOB_ID", "4711", "job4711"),
+        ("PBS_JOBID", "12[3].pbs-server.site", "job12[3].pbs_server.site"),
+        ("PBS_JOBID", "../../etc/x y", "job.._.._etc_x_y"),
+        ("", "", "local"),
+    ],
+)
+def test_a_name_has_the_job_and_any_job_finds_it(
+    variable: str, said: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        monkeypatch.delenv(each, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, said)
+    path = write(7, epoch=3).path
+    assert path.name == f"copy-{RUN}-{word}-00000003-00000.0" and path.parent == own_folder()
+    monkeypatch.setenv("SLURM_JOB_ID", "4712")
+    assert steps() == [7] and newest_epoch(RUN) == 3 and orphans(0.0) == [path]
+    write(8, epoch=4)
+    remove_copies(RUN, before_epoch=4)
+    assert steps() == [8]
+
+
+def test_an_empty_folder_that_another_process_removes_is_made_again() -> None:
+    path = path_of(RUN, 1, 0, 0)
+    own_folder().rmdir()
+    CopyFile(path, 16, 16).remove()
+
+
+def test_copies_of_an_earlier_version_are_found_as_orphans(room: Path) -> None:
+    begin = f"mpitrain-copy-{os.getuid()}-{RUN}-"
+    (room / f"{begin}00000001-00000.0").touch()
+    held = os.open(room / f"{begin}held", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    assert remove_orphans(0.0) == []
+    os.close(held)
+    assert remove_orphans(0.0) == [room / f"{begin}00000001-00000.0"] and list(room.iterdir()) == []
 
 
 def test_a_copy_is_locked_until_it_is_closed(room: Path) -> None:
@@ -153,6 +245,7 @@ def test_a_copy_is_locked_until_it_is_closed(room: Path) -> None:
 
 HOLDER = """
 import sys, time
+from mpitrain.elastic.copies.folders import own_folder, own_folders
 from mpitrain.elastic.copies.holding import hold
 hold(sys.argv[1])
 print("holds", flush=True)
@@ -163,8 +256,7 @@ sys.stdin.read()
 def test_a_command_that_cleans_up_leaves_the_copies_of_a_run_between_two_copies(room: Path) -> None:
     """After a loss no rank has a copy mapped, and the rank of one of them is dead. A process of the run still holds all of them."""
     paths = [write(7, rank=rank).path for rank in (0, 1)]  # dropped: no lock stays
-    other = room / f"{prefix('other')}00000001-00000.0"
-    other.write_bytes(b"state")
+    other = write(7, run="other").path
     command = [sys.executable, "-c", HOLDER, RUN]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -195,14 +287,14 @@ def test_a_run_that_begins_to_hold_waits_for_a_command_that_cleans_up(room: Path
         held.set()
 
     thread = threading.Thread(target=begin)
-    with unheld(RUN, make=True) as free:
+    with unheld(file_of(RUN), make=True) as free:
         assert free
         thread.start()
         assert not held.wait(0.2)
         file_of(RUN).unlink()
     thread.join(10)
     assert held.is_set()
-    with unheld(RUN, make=False) as free:
+    with unheld(file_of(RUN), make=False) as free:
         assert not free
     remove_all(RUN)
 
@@ -214,7 +306,7 @@ def test_a_full_node_memory_raises_and_leaves_no_file(tmp_path: Path, monkeypatc
             monkeypatch.setenv("MPITRAIN_SHM_DIR", str(small))
             with pytest.raises(OSError, match="No space left"):
                 CopyFile(path_of(RUN, 1, 0, 0), 1 << 21, 100)
-            assert list(small.iterdir()) == []
+            assert list(own_folder().iterdir()) == []
             CopyFile(path_of(RUN, 1, 0, 0), 1 << 18, 100).remove()
     except PermissionError as error:
         pytest.skip(f"no file system can be mounted here: {error}")

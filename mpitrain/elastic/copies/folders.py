@@ -1,0 +1,55 @@
+"""The folders of this user for copies, in the node's shared memory, where every user may make files.
+
+    mpitrain-UID        of mode 0700
+    mpitrain-UID.1      and so on, where another user has made a file or folder of the name before
+
+Anybody can make a name before its user does, and only he can remove it again. So a folder counts only if it is this user's, no link,
+and closed to all others. All processes try the names in the same order.
+"""
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from collectives.transports.node.memory import folder
+
+_NUM_NAMES = 8
+
+
+def own_folder() -> Path:
+    """The folder for new copies, which is made if there is none. PermissionError if other users have taken all names. OSError."""
+    for path in _names():
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+        if _is_own(path):
+            return path
+    raise PermissionError(
+        f"{folder()}/mpitrain-{os.getuid()}, and {_NUM_NAMES - 1} more names for the copies of the state, are there; expected folders "
+        "of this user with mode 0700: remove them, or choose another folder in memory by MPITRAIN_SHM_DIR"
+    )
+
+
+def own_folders() -> list[Path]:
+    """The folders that are there. The copies of a run may be in several: a name may have become free."""
+    return [path for path in _names() if _is_own(path)]
+
+
+def tidy() -> None:
+    """Remove the folders that are empty."""
+    for path in own_folders():
+        with suppress(OSError):
+            path.rmdir()
+
+
+def _names() -> list[Path]:
+    first = folder() / f"mpitrain-{os.getuid()}"
+    return [first, *(first.with_name(f"{first.name}.{number}") for number in range(1, _NUM_NAMES))]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        its = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(its.st_mode) and its.st_uid == os.getuid() and not its.st_mode & 0o077
