@@ -1,8 +1,8 @@
 """Compiles codec.c once for each user and version of the source, loads it, and calls it.
 
-The compiled file is kept in the user's cache. A folder or file that another user can write to is refused, because its code would run
-here. A file gets its name after its code has given the right bits. The first file is never replaced, because on a network file system
-the ranks of other nodes read it while they run; of ranks that compile at once, the later ones drop theirs.
+The compiled file is kept in the user's cache. A folder or file that another user can write to or replace is refused, because its code
+would run here. A file gets its name after its code has given the right bits. The first file is never replaced, because on a network file
+system the ranks of other nodes read it while they run; of ranks that compile at once, the later ones drop theirs.
 """
 
 import ctypes
@@ -81,7 +81,7 @@ def load(compile_s: float = COMPILE_S) -> list[Native]:
     for folder in (cache_folder() / "codec", Path(tempfile.gettempdir(), f"mpitrain-codec-{os.geteuid()}")):
         path = folder / f"codec-{key}.so"
         try:
-            _make_own(folder)
+            path = _make_own(folder) / path.name
             if not path.exists():
                 return _compiled(path, compile_s)
             _refuse_others(path, stat.S_ISREG)
@@ -91,10 +91,21 @@ def load(compile_s: float = COMPILE_S) -> list[Native]:
     raise Unavailable("; ".join(reasons))
 
 
-def _make_own(folder: Path) -> None:
-    """Make the folder if there is none. PermissionError if another user can write to it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _make_own(folder: Path) -> Path:
+    """Make the folder if there is none; returns its path without links. PermissionError if another user can write to or replace it."""
+    for parent in reversed(folder.parents):
+        parent.mkdir(mode=0o755, exist_ok=True)  # the umask may let a group write
+    folder.mkdir(mode=0o700, exist_ok=True)
     _refuse_others(folder, stat.S_ISDIR)
+    found = folder.resolve(strict=True)
+    _refuse_others(found, stat.S_ISDIR)
+    # In the name space of a container without root, all users but this one, also root, have the number of the owner of "/".
+    trusted = {os.geteuid(), 0, os.stat("/").st_uid}
+    for parent in found.parents:
+        its = parent.lstat()
+        if its.st_uid not in trusted or (its.st_mode & 0o022 and not its.st_mode & stat.S_ISVTX):
+            raise PermissionError(f"another user can replace this folder: {parent} is his, or he can write to it")
+    return found
 
 
 def _refuse_others(path: Path, is_kind: Callable[[int], bool]) -> None:

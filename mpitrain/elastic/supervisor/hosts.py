@@ -17,6 +17,8 @@ class Host(NamedTuple):
     slots: int
 
 
+_NAME = re.compile(r"(?:[\w.+-]+@)?[\w+\[][\w.:%+-]*\]?", re.ASCII)
+"""Names become words of commands, such as ssh and srun: one that begins with "-" would be an option, as of `ssh -oProxyCommand=...`."""
 _DEFAULT_HOST_FILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile", "HYDRA_HOST_FILE")
 
 
@@ -27,8 +29,15 @@ def parse_list(text: str) -> list[Host]:
         name, colon, slots = word.strip().rpartition(":") if re.search(r":\d*$", word) else (word.strip(), "", "1")
         if not name or (colon and not slots.isdigit()):
             raise ValueError(f"expected hosts such as node1:4,node2:4, got {text!r}")
-        found[name] = found.get(name, 0) + int(slots)
+        found[_checked(name)] = found.get(name, 0) + int(slots)
     return [Host(name, slots) for name, slots in found.items()]
+
+
+def _checked(name: str) -> str:
+    """The name of a host. ValueError if it could be anything else in a command."""
+    if name.startswith("-") or not _NAME.fullmatch(name):
+        raise ValueError(f"expected names of hosts, such as node1 or node1.site, got {name!r}")
+    return name
 
 
 def parse_file(text: str) -> list[Host]:
@@ -58,6 +67,8 @@ def expand_tasks(text: str) -> list[int]:
 def of_environment(environ: Mapping[str, str]) -> list[Host]:
     """The hosts of the allocation of Slurm or PBS that this process is in, or of mpirun's default hostfile; else empty."""
     if nodes := environ.get("SLURM_JOB_NODELIST"):
+        if nodes.startswith("-"):
+            raise ValueError(f"SLURM_JOB_NODELIST: expected names of hosts, such as node[1-4], got {nodes!r}")
         command = ["scontrol", "show", "hostnames", nodes]
         try:
             names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
@@ -66,7 +77,7 @@ def of_environment(environ: Mapping[str, str]) -> list[Host]:
         tasks = expand_tasks(environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
         if len(tasks) != len(names):
             raise ValueError(f"Slurm names {len(names)} nodes, but SLURM_TASKS_PER_NODE has {len(tasks)} numbers")
-        return [Host(name, slots) for name, slots in zip(names, tasks, strict=True)]
+        return [Host(_checked(name), slots) for name, slots in zip(names, tasks, strict=True)]
     for variable in ("PBS_NODEFILE", *_DEFAULT_HOST_FILES):
         if file := environ.get(variable):
             try:

@@ -36,6 +36,46 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     choice.chosen.cache_clear()
 
 
+@needs_compiler
+@pytest.mark.parametrize("what", ["open", "group", "above", "foreign", "link", "sticky", "root"])
+def test_a_folder_that_another_user_can_replace_is_not_used(
+    what: str, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "foreign" and os.geteuid() != 0:
+        pytest.skip("only root can make a folder of another user")
+    set_compiler(tmp_path / "a/b", monkeypatch, copies(library))
+    shared = tmp_path / "shared"
+    cache = shared / ("above/cache" if what == "above" else "cache")
+    cache.mkdir(parents=True)
+    if what == "foreign":
+        os.chown(shared, 12345, -1)
+    shared.chmod({"group": 0o775, "sticky": 0o1777, "foreign": 0o755, "root": 0o755}.get(what, 0o777))
+    if what == "link":
+        (tmp_path / "link").symlink_to(cache)
+        cache = tmp_path / "link"
+    monkeypatch.setenv("MPITRAIN_CACHE_DIR", str(cache))
+    native.load()
+    made = [path for path in tmp_path.rglob("*.so") if "library" not in path.parts]
+    elsewhere = tmp_path / f"mpitrain-codec-{os.geteuid()}"
+    assert len(made) == 1 and made[0].parent == (cache / "codec" if what in ("sticky", "root") else elsewhere), made
+
+
+@needs_compiler
+def test_folders_that_are_made_are_closed_to_a_group(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_compiler(tmp_path / "a/b", monkeypatch, copies(library))
+    monkeypatch.setenv("MPITRAIN_CACHE_DIR", str(tmp_path / "one/two"))
+    old = os.umask(0o002)
+    try:
+        native.load()
+    finally:
+        os.umask(old)
+    (file,) = tmp_path.rglob("*.so")
+    assert file.parent == tmp_path / "one/two/codec"
+    assert [each.stat().st_mode & 0o777 for each in (*file.parents[:3],)] == [0o700, 0o755, 0o755]
+
+
 # A compiler of code that fills blocks with ones where it should write zeros.
 WRONG_ZEROS = r"""printf '#include <string.h>\n#define memset(to, byte, size) memset(to, 1, size)\n' >"$0.h"
 exec cc "$@" -O0 -include "$0.h" """

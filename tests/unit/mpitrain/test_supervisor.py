@@ -60,6 +60,53 @@ def test_a_wrong_list_is_refused(text: str) -> None:
         hosts.parse_list(text)
 
 
+NO_NAMES = [
+    "-oProxyCommand=x",
+    "-x:2",
+    "a,-b",
+    "-u@x",
+    "u@-x",
+    "a;b",
+    "$(x)",
+    "`x`",
+    "a{host}",
+    "a/b",
+    "a'b",
+    "a=b",
+    "a\x1b[0m",
+    "é",
+]
+
+
+@pytest.mark.parametrize("text", NO_NAMES)
+def test_a_name_that_is_no_host_is_refused_wherever_it_comes_from(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(f"node1\n{text} slots=2\n".replace("a,-b", "-b"))
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\nsed -n '2s/ .*//p' {file}\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for find in (
+        lambda: hosts.parse_list(text),
+        lambda: hosts.parse_file(file.read_text()),
+        lambda: words.parse(["mpirun", "-H", text, "-np", "2", "python"], "openmpi"),
+        lambda: words.parse(["mpirun", f"--host={text}", "python"], "openmpi"),
+        lambda: words.parse(["mpirun", "--hostfile", str(file), "python"], "openmpi"),
+        lambda: hosts.of_environment({"PBS_NODEFILE": str(file)}),
+        lambda: hosts.of_environment({"SLURM_JOB_NODELIST": "a", "SLURM_TASKS_PER_NODE": "2"}),
+        lambda: hosts.of_environment({"SLURM_JOB_NODELIST": "-M"}),
+    ):
+        with pytest.raises(ValueError, match="expected names of hosts, such as node"):
+            find()
+
+
+@pytest.mark.parametrize("name", ["node-1.site", "u.v@n_1", "[fe80::1]", "10.0.0.1", "x.", "a-", "+n0"])
+def test_names_of_hosts(name: str) -> None:
+    assert hosts.parse_list(f"{name}:2,other") == [(name, 2), ("other", 1)]
+
+
 def test_hosts_of_files() -> None:
     assert hosts.parse_file("# all\nnode1 slots=4 max_slots=8\n\nnode2 # one\n") == [("node1", 4), ("node2", 1)]
     assert hosts.parse_file("n1:2\nn2:3\n") == [("n1", 2), ("n2", 3)]
