@@ -1,8 +1,8 @@
 """Compiles codec.c once for each user and version of the source, loads it, and calls it.
 
 The compiled file is kept in the user's cache. A folder or file that another user can write to or replace is refused, because its code
-would run here. A file gets its name after its code has given the right bits. The first file is never replaced, because on a network file
-system the ranks of other nodes read it while they run; of ranks that compile at once, the later ones drop theirs.
+would run here. A file gets its name after its code has given the right bits. The first file is never replaced, because on a network
+file system the ranks of other nodes read it while they run; of ranks that compile at once, the later ones drop theirs.
 """
 
 import ctypes
