@@ -12,6 +12,8 @@ MAC. A copy counts only after the last MAC.
 import hashlib
 import hmac
 import struct
+import threading
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from collectives.diagnosis.ring.links import Link
@@ -19,7 +21,7 @@ from collectives.diagnosis.ring.links import Link
 _HEAD = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<Q")
 _MAC_BYTES = 32
-_PIECE_BYTES = 1 << 18  # between two parts of the MAC: the kernel sends or receives meanwhile
+_PIECE_BYTES = 1 << 20  # of which the MAC is computed while the next one is received
 _HEAD_MAC, _BODY_MAC, _DONE_MAC = b"copy head", b"copy", b"copy kept"
 
 
@@ -42,13 +44,11 @@ class Transfers:
         """Send a copy, and wait until the other side has it. `data`: a buffer."""
         head = _HEAD.pack(generation, len(header), len(data))
         self.socket.sendall(head + self._mac(_HEAD_MAC, head).digest())
-        mac = self._mac(_BODY_MAC, head)
-        for view in (memoryview(header), memoryview(data)):
-            for at in range(0, len(view), _PIECE_BYTES):
-                piece = view[at : at + _PIECE_BYTES]
-                self.socket.sendall(piece)
-                mac.update(piece)
-        self.socket.sendall(mac.digest())
+        with _Hashing(self._mac(_BODY_MAC, head)) as hashing:
+            for part in (header, data):
+                hashing.add(part)
+                self.socket.sendall(part)
+        self.socket.sendall(hashing.mac.digest())
         self._check(self._mac(_DONE_MAC, b""))
         self._number += 1
 
@@ -61,12 +61,15 @@ class Transfers:
 
     def body(self, head: Head, data: memoryview) -> bytes:
         """Receive the copy after `head`: its data into `data`; returns its header."""
-        mac = self._mac(_BODY_MAC, _HEAD.pack(*head))
         header = bytearray(head.header_bytes)
-        for each in (memoryview(header), data):
-            if len(self._received(each, mac)) < len(each):
-                raise ConnectionResetError("the rank that sends a copy has ended")
-        self._check(mac)
+        with _Hashing(self._mac(_BODY_MAC, _HEAD.pack(*head))) as hashing:
+            for part in (memoryview(header), data):
+                for at in range(0, len(part), _PIECE_BYTES):
+                    piece = part[at : at + _PIECE_BYTES]
+                    if len(self._received(piece)) < len(piece):
+                        raise ConnectionResetError("the rank that sends a copy has ended")
+                    hashing.add(piece)
+        self._check(hashing.mac)
         return bytes(header)
 
     def answer(self) -> None:
@@ -90,14 +93,34 @@ class Transfers:
                 "a copy of the state was changed on its way to another host: expected its MAC, got another one"
             )
 
-    def _received(self, into: bytearray | memoryview, mac: Any = None) -> memoryview:
+    def _received(self, into: bytearray | memoryview) -> memoryview:
         """Fill `into` from the connection; returns the part that was filled before its end."""
         view, at = memoryview(into), 0
-        while at < len(view) and (count := self.socket.recv_into(view[at : at + _PIECE_BYTES])):
-            if mac is not None:
-                mac.update(view[at : at + count])
+        while at < len(view) and (count := self.socket.recv_into(view[at:])):
             at += count
         return view[:at]
+
+
+class _Hashing:
+    """Adds parts to a MAC in a thread of its own, so that the connection need not wait for it. The MAC is whole after the block."""
+
+    def __init__(self, mac: "hashlib.blake2b") -> None:
+        self.mac = mac
+        self._parts: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mpitrain-copies-mac", daemon=True)
+        self.add = self._parts.put
+
+    def __enter__(self) -> "_Hashing":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._parts.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (part := self._parts.get()) is not None:
+            self.mac.update(part)  # without the GIL
 
 
 class ChangedError(ConnectionError):
