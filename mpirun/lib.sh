@@ -47,14 +47,29 @@ mpi_environment() {
     fi
 }
 
-# Removes the folders that killed mpiruns of this user have left. Open MPI's next mpirun with the same process id would not start: it
-# says "The PMIx server's listener thread failed to start". Not for mpirun/cluster, which does not see the processes outside.
-remove_dead_sessions() {
-    local folder
-    for folder in "${TMPDIR:-/tmp}"/ompi.*; do
-        [[ $folder =~ \.([0-9]+)$ ]] && [ -O "$folder" ] && [ ! -e "/proc/${BASH_REMATCH[1]}" ] || continue
-        rm -rf "$folder"
-    done
+# Makes a folder for the files of the next mpirun of Open MPI and its daemons, in the place that the user has set, and names it to them.
+# Open MPI's own choice is a folder named by mpirun's process id: after a kill -9 it stays, and no mpirun with this id starts again. By
+# its name alone nobody can tell whose it is. Open MPI refuses a place for all hosts beside one for some, so those of options or files stay.
+# The supervisor does the same for its launches: mpitrain/elastic/supervisor/sessions.py.
+make_session() {
+    session='' session_place=''
+    local name='^[[:space:]]*(prte|orte)_(local_|remote_)?tmpdir_base[[:space:]]*=' prefix=${mpirun%/*}/..
+    ! grep -Eqs "$name" "$prefix"/etc/{prte,openmpi}-mca-params.conf ~/.prte/mca-params.conf ~/.openmpi/mca-params.conf || return 0
+    ! env | grep -Eq '^(PRTE|OMPI)_MCA_(prte|orte)_(local|remote)_tmpdir_base=.' || return 0
+    session=${PRTE_MCA_prte_tmpdir_base:-${OMPI_MCA_orte_tmpdir_base:-${TMPDIR:-/tmp}}}
+    session=$(mktemp -d "$session/mpitrain-mpi-XXXXXXXX") || die "expected a folder in which files can be made: set TMPDIR to one"
+    session=$(cd -P "$session" && pwd -P) session_place=$(stat -c %d:%i "$session")
+    export PRTE_MCA_prte_tmpdir_base=$session OMPI_MCA_orte_tmpdir_base=$session
+}
+
+# Removes it, with what an mpirun that was killed has left in it.
+remove_session() {
+    [ -n "${session-}" ] && (
+        cd -P "$session" && [ "$(stat -c %d:%i .)" = "$session_place" ] || exit
+        rm -rf ompi.* prte* mpitrain-mpi-*
+        cd / && rmdir "$session"
+    ) 2>/dev/null || true
+    unset session
 }
 
 # Sets survive to the options with which this mpirun goes on without lost ranks, if the arguments of mpitrain, given here, ask for

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from ckpt.commit.owner import start_time
 from collectives.processes import stat_fields
 from collectives.programs import python
+from mpitrain.elastic.supervisor.sessions import PREFIX, VARIABLES
 from mpitrain.monitor.reading.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
@@ -55,10 +57,13 @@ class Job:
             own[FAULT] = ":".join(map(str, harm))
             module = "mpitrain.chaos.harmed"
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        # An mpirun that is killed leaves files in a place that is named by its process id.
+        self._session = TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        its = dict.fromkeys(VARIABLES, self._session.name)
         self.began = time.time()
         self.process = subprocess.Popen(
             [*command, *python(module), "--run", str(run), *words],
-            env={**env, **own, "OMP_NUM_THREADS": "1", _MARK: self._mark},
+            env={**env, **its, **own, "OMP_NUM_THREADS": "1", _MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -171,6 +176,7 @@ class Job:
         return found
 
     def _close(self) -> None:
+        self._session.cleanup()
         assert self.process.stdout is not None
         self._reader.join(5.0)
         if not self._reader.is_alive():

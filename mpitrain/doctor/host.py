@@ -7,7 +7,7 @@ import fcntl
 import os
 import re
 import socket
-import tempfile
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +20,7 @@ import xxhash
 from collectives.files import open_new
 from collectives.transports.node import memory
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
+from mpitrain.elastic.supervisor.sessions import PREFIX, VARIABLES
 
 _LEFT_S = 60.0  # a younger file may belong to a rank that is just making it
 
@@ -69,7 +70,7 @@ def _file_system(path: Path) -> str:
 class Leftovers(NamedTuple):
     """Files of dead jobs in node memory, and their bytes. `removed`: copies that this call has removed.
 
-    `sessions`: the folders of mpiruns that were killed.
+    `sessions`: the folders of mpiruns that were killed, as it seems from here.
     """
 
     copies: list[str]
@@ -106,14 +107,26 @@ def _size(path: Path) -> int | None:
 
 
 def _dead_sessions() -> list[Path]:
-    """This user's folders TMPDIR/ompi.PID, in which an mpirun of Open MPI 5 works, where there is no process PID."""
-    found = []
-    for path in Path(tempfile.gettempdir()).glob("ompi.*"):
+    """This user's folders of mpiruns of Open MPI of which no process is seen here: mpitrain-mpi-NAME, which our scripts and the
+    supervisor make, and Open MPI 5's own ompi.PID."""
+    found: list[Path] = []
+    ours: list[Path] = []
+    for place in {gettempdir(), *filter(None, map(os.environ.get, VARIABLES))}:
+        for path in Path(place).glob("*"):
+            with suppress(OSError):
+                its = path.lstat()
+                if its.st_uid != os.getuid() or not stat.S_ISDIR(its.st_mode):
+                    continue
+                _, is_open_mpi, pid = path.name.partition("ompi.")
+                if path.name.startswith(PREFIX) and time.time() - its.st_mtime > _LEFT_S:
+                    ours.append(path)
+                elif is_open_mpi and path.name == f"ompi.{pid}" and pid.isdigit() and not Path("/proc", pid).exists():
+                    found.append(path)
+    for process in Path("/proc").glob("[0-9]*") if ours else ():
         with suppress(OSError):
-            pid = path.name.removeprefix("ompi.")
-            if pid.isdigit() and path.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-                found.append(path)
-    return sorted(found)
+            its_words = (process / "environ").read_bytes()
+            ours = [path for path in ours if os.fsencode(path) not in its_words]
+    return sorted(found + ours)
 
 
 def _unused_files() -> list[Path]:

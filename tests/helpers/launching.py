@@ -66,13 +66,18 @@ def launch(
     """`mpirun OPTIONS -np num_ranks python args...`. `env` is added to the environment; the other arguments are `run`'s."""
     mpirun, settings = job_environment(num_ranks)
     command = [mpirun, *options, "-np", str(num_ranks), sys.executable, *args]
-    with own_segments() as segments:
-        env = {**settings, **segments, **(env or {})}
-        result = run(command, env=env, **of_run)  # type: ignore[arg-type]
-        if "PMIx server's listener thread failed to start" in result.stderr:
-            # Open MPI's mpirun, before it starts a rank: once in some hundred jobs on a machine where others were killed before.
-            result = run(command, env=env, **of_run)  # type: ignore[arg-type]
-    return result
+    with own_session() as session, own_segments() as segments:
+        return run(command, env={**settings, **session, **segments, **(env or {})}, **of_run)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def own_session() -> Iterator[dict[str, str]]:
+    """A folder for the files of one mpirun of Open MPI, as variables; it is removed with what a killed one left.
+
+    Its own choice is named by its process id: after a kill -9 it stays, and no mpirun with this id starts again.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpitrain-mpi-", ignore_cleanup_errors=True) as folder:
+        yield {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
 
 
 @contextlib.contextmanager

@@ -1,11 +1,9 @@
 """Runs of the main job that several tests look at, each made when it is first asked for."""
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT
 from main_job import trained
 
 TEXT = "def class return self import for in if else not None True = ( ) : + [ ] . , x y z node rank shard buffer"
@@ -17,13 +15,6 @@ def numbers() -> Iterator[int]:
     while True:
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
         yield state >> 33  # the low bits repeat soon
-
-
-@pytest.fixture(autouse=True)
-def dead_sessions_are_removed() -> None:
-    """Tests kill mpiruns. A later mpirun that gets the process id of one of them would not start."""
-    script = '. "$1"; remove_dead_sessions'
-    subprocess.run(["bash", "-euc", script, "bash", ROOT / "mpirun/lib.sh"], check=True, timeout=20)
 
 
 @pytest.fixture(scope="session")

@@ -106,12 +106,27 @@ def test_train_returns_the_exit_code_of_the_ranks(checkout: Path) -> None:
     assert result.returncode == 7, str(result)
 
 
-def test_train_leaves_nothing_in_the_temporary_folder(checkout: Path) -> None:
-    folder = checkout / "temporary"
-    folder.mkdir()
-    result = train(checkout, "-n", "1", when="ready 0", send=signal.SIGTERM, env={"TMPDIR": str(folder)})
-    assert result.returncode == 0, str(result)
-    assert list(folder.glob("mpitrain*")) == [], str(result)
+@pytest.mark.parametrize("is_killed", extent([True], [False, True]))
+def test_train_leaves_nothing_in_the_temporary_folder_and_takes_nothing_from_it(
+    checkout: Path, is_killed: bool
+) -> None:
+    """A folder is named as one of Open MPI's mpiruns of which no process lives here; it is a user's, or another container's."""
+    folder = checkout / "a temporary one"
+    (folder / "ompi.20241127").mkdir(parents=True)
+    (folder / "ompi.20241127/thesis.tex").touch()
+    env = {**clean_environment(), "TMPDIR": str(folder)}
+    words = [checkout / "mpirun/train", "-n", "1"]
+    with subprocess.Popen(words, cwd=checkout, env=env, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline()[:7] == "ready 0"
+        left = list(folder.glob("mpitrain-mpi-*/ompi.*"))
+        assert len(left) == is_open_mpi()
+        if is_killed and left:
+            os.kill(int(left[0].suffix[1:]), signal.SIGKILL)  # mpirun
+        else:
+            job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=30)
+    assert job.returncode == (137 if is_killed and left else 0)
+    assert [path.name for path in sorted(folder.rglob("*"))] == ["ompi.20241127", "thesis.tex"]
 
 
 def test_ctrl_c_at_a_terminal_saves_and_a_second_one_ends_at_once(checkout: Path) -> None:
@@ -190,16 +205,35 @@ def test_the_transports_of_open_mpi(kind: str, set_before: dict[str, str], after
     assert (result.returncode, result.stdout) == (0, after + "\n"), str(result)
 
 
-def test_folders_of_dead_mpiruns_are_removed_and_no_others(tmp_path: Path) -> None:
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    names = [f"ompi.{dead.pid}", f"ompi.{os.getpid()}", "ompi.notes", f"other.{dead.pid}"]
-    for name in names:
-        (tmp_path / name).mkdir()
-    script = '. "$1"; remove_dead_sessions'
-    result = run(["bash", "-euc", script, "bash", ROOT / "mpirun/lib.sh"], env={"TMPDIR": str(tmp_path)})
+@pytest.mark.parametrize(
+    ("set_before", "parent"),
+    [
+        ({"TMPDIR": "t"}, "t"),
+        ({"TMPDIR": "t", "PRTE_MCA_prte_tmpdir_base": "p"}, "p"),
+        ({"TMPDIR": "t", "OMPI_MCA_orte_tmpdir_base": "p"}, "p"),
+        ({"TMPDIR": "t", "PRTE_MCA_prte_local_tmpdir_base": "p"}, None),
+        ({"TMPDIR": "t", "HOME": "h"}, None),
+    ],
+)
+def test_mpirun_gets_a_folder_where_the_user_wants_it(
+    tmp_path: Path, set_before: dict[str, str], parent: str | None
+) -> None:
+    for name in ("t", "p", "h/.prte"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "h/.prte/mca-params.conf").write_text("prte_tmpdir_base = /scratch\n")
+    script = '. "$1"; load_mpi; make_session; stat -c %a "${session:-/}"; echo "${PRTE_MCA_prte_tmpdir_base-}"\n'
+    script += (
+        '[ -z "$session" ] || { mkdir "$session/ompi.1" && ln -s "$TMPDIR" "$session/ompi.2" && remove_session; }\n'
+    )
+    env = {name: str(tmp_path / value) for name, value in set_before.items()}
+    result = run(["bash", "-euc", script, "bash", ROOT / "mpirun/lib.sh"], env=env)
     assert result.returncode == 0, str(result)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+    mode, folder = result.stdout.splitlines()
+    if parent:
+        assert (mode, Path(folder).parent) == ("700", tmp_path / parent), str(result)
+    else:
+        assert folder == "", str(result)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [".prte", "h", "mca-params.conf", "p", "t"]
 
 
 @pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")

@@ -99,9 +99,10 @@ def judge_leftovers(its: Leftovers) -> list[Finding]:
             Finding(
                 Level.NOTE,
                 "old files",
-                f"{len(its.sessions)} folder{'s' * (len(its.sessions) > 1)} of killed mpiruns, such as {its.sessions[0]}",
-                "none: an mpirun of Open MPI that gets the process id of one of them does not start (PMIx server's listener thread)",
-                f"if no other container uses them: rm -r {' '.join(its.sessions[:3])}{' ...' if its.sessions[3:] else ''}",
+                f"{len(its.sessions)} folder{'s' * (len(its.sessions) > 1)} as of killed mpiruns, such as {its.sessions[0]}",
+                "none: an mpirun that gets the process id NUMBER of a folder ompi.NUMBER does not start (PMIx server's listener)",
+                "look into them first: a name does not tell whose a folder is; if they are an mpirun's, and no other container or host "
+                f"uses them: rm -r {' '.join(its.sessions[:3])}{' ...' if its.sessions[3:] else ''}",
             )
         )
     return findings or [ok("old copies", f"no files of dead runs (unused for {its.older_than_s / 3600:g} h)")]

@@ -1,7 +1,7 @@
 """Commands on the hosts of a job, by the means of its launcher: ssh or what replaces it, srun in Slurm, pbsdsh in PBS.
 
-One short command for each host does two things at once: its answer shows that the host lives, and it ends the processes that an earlier
-launch has left there.
+One short command for each host does three things at once: its answer shows that the host lives, it ends the processes that an earlier
+launch has left there, and it removes the folder of that launch's mpirun.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
 from mpitrain.elastic.supervisor.hosts import is_own
+from mpitrain.elastic.supervisor.sessions import Session, script
 
 SWEEP = r"""
 begun() { stat=$(cat "/proc/$1/stat" 2>/dev/null) && set -- ${stat##*) } && echo "${20}"; }
@@ -31,10 +32,17 @@ for round in 1 2 3 4 5 6; do
     done 2>/dev/null
     sleep 0.1
 done
-echo "ended $num"
 """
 """Ends all processes with the line `mark` in their environment. The start time before and after the look at the environment shows that
 the process id is still the same process's."""
+_ANSWER = 'echo "ended ${num:-0} removed${removed:-}"\n'
+
+
+class Answer(NamedTuple):
+    """What was found on a host: the number of processes ended, and the numbers of the folders removed."""
+
+    ended: int
+    removed: frozenset[int]
 
 
 class Agent(NamedTuple):
@@ -73,28 +81,52 @@ def choose_agent(of_launcher: str, environ: Mapping[str, str]) -> Agent:
 
 
 def sweep(
-    agent: Agent, hosts: Sequence[str], supervisor: str, timeout_s: float, indices: Mapping[str, int]
-) -> dict[str, int]:
-    """End what earlier launches of this supervisor have left on each host, and on this one. The number of processes ended, of the hosts
-    that answered in time. `indices`: of the hosts in the batch system's list."""
-    script = f"mark={shlex.quote(f'{SUPERVISOR_VARIABLE}={supervisor}')}\n{SWEEP}"
-    here = next((host for host in hosts if is_own(host)), "localhost")
-    return _everywhere(agent, list(dict.fromkeys([here, *hosts])), script, timeout_s, indices)
+    agent: Agent,
+    hosts: Sequence[str],
+    supervisor: str,
+    sessions: Sequence[Session],
+    timeout_s: float,
+    indices: Mapping[str, int],
+) -> dict[str, Answer]:
+    """End what earlier launches of this supervisor have left on each host, and on this one, and remove their folders. Returns the
+    answers of the hosts that gave one in time. `indices`: of the hosts in the batch system's list."""
+    mark = f"mark={shlex.quote(f'{SUPERVISOR_VARIABLE}={supervisor}')}\n{SWEEP}"
+    scripts = {host: mark + script(sessions, host) for host in _with_this(hosts)}
+    return _everywhere(agent, scripts, timeout_s, indices)
+
+
+def clean(
+    agent: Agent, hosts: Sequence[str], sessions: Sequence[Session], timeout_s: float, indices: Mapping[str, int]
+) -> dict[str, Answer]:
+    """Remove the folders of launches that have ended by themselves, on each host and on this one."""
+    return _everywhere(agent, {host: script(sessions, host) for host in _with_this(hosts)}, timeout_s, indices)
 
 
 def probe(agent: Agent, hosts: Sequence[str], timeout_s: float, indices: Mapping[str, int]) -> list[str]:
     """The hosts that answer in time. Ends nothing."""
-    return list(_everywhere(agent, hosts, "echo ended 0", timeout_s, indices))
+    return list(_everywhere(agent, dict.fromkeys(hosts, ""), timeout_s, indices))
+
+
+def _with_this(hosts: Sequence[str]) -> list[str]:
+    """The hosts, with this one first."""
+    here = next((host for host in hosts if is_own(host)), "localhost")
+    return list(dict.fromkeys([here, *hosts]))
 
 
 def _everywhere(
-    agent: Agent, hosts: Sequence[str], script: str, timeout_s: float, indices: Mapping[str, int]
-) -> dict[str, int]:
-    with ThreadPoolExecutor(min(64, len(hosts)), "mpitrain-agent") as pool:
-        commands = [agent.command(host, indices.get(host, 0), script) for host in hosts]
-        answers = dict(zip(hosts, pool.map(lambda command: _answer(command, timeout_s), commands), strict=True))
-    found = {host: re.search(r"^ended (\d+)\s*$", text, re.MULTILINE) for host, text in answers.items()}
-    return {host: int(match[1]) for host, match in found.items() if match is not None}
+    agent: Agent, scripts: Mapping[str, str], timeout_s: float, indices: Mapping[str, int]
+) -> dict[str, Answer]:
+    with ThreadPoolExecutor(min(64, len(scripts)), "mpitrain-agent") as pool:
+        commands = [agent.command(host, indices.get(host, 0), text + _ANSWER) for host, text in scripts.items()]
+        answers = dict(zip(scripts, pool.map(lambda command: _answer(command, timeout_s), commands), strict=True))
+    found = {
+        host: re.search(r"^ended (\d+) removed((?: \d+)*)\s*$", text, re.MULTILINE) for host, text in answers.items()
+    }
+    return {
+        host: Answer(int(match[1]), frozenset(map(int, match[2].split())))
+        for host, match in found.items()
+        if match is not None
+    }
 
 
 def _answer(command: list[str], timeout_s: float) -> str:

@@ -1,39 +1,67 @@
-"""The files that a job keeps on this host outside of its run's folder: shared memory, and the folder of Open MPI's mpirun.
+"""The shared memory that a job of MPI keeps in files of this host, which stay if its processes are killed.
 
-An mpirun that is killed leaves them. Only the processes that have them mapped tell which they are, so the supervisor looks while it
-runs. On other hosts mpirun's daemons remove them.
+Only the processes that have them mapped tell which they are, so the supervisor looks while the job runs. On other hosts mpirun's
+daemons remove them. The folders of mpirun are the subject of sessions.py.
 """
 
 import contextlib
+import fcntl
+import os
 import re
-import shutil
+import stat
 from pathlib import Path
+from typing import NamedTuple
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
 
-_FILES = re.compile(
-    r"(/dev/shm/(?:sm_segment|vader_segment|mpich_shm)[^ /]*|/\S*/(?:ompi|prte)\.(?:\d+|[^/ ]+/(?:pid|dvm)\.\d+))(?:/\S*)?$"
-)
-"""Open MPI 5: /tmp/ompi.PID. Earlier ones: /tmp/ompi.HOST.UID/pid.PID, in a folder that all jobs of the user share."""
+_NAME = re.compile(r"/dev/shm/(?:(?:sm|vader)_segment\.[^/]+\.[0-9a-f]+\.\d+|mpich_shm_[0-9a-f]+_\d+)")
+"""Of Open MPI 5 and 4, and of MPICH."""
+_CLOCK_S = 0.1  # the times of files lag behind the clock by a tick of the kernel
 
 
-def find_files(supervisor: str) -> set[Path]:
-    """The files and folders of the processes of a supervisor's jobs on this host."""
+class Segment(NamedTuple):
+    """A file of shared memory, and the inode that a process of the job has mapped."""
+
+    path: str
+    inode: int
+
+
+def find_segments(supervisor: str) -> set[Segment]:
+    """The files of the processes of a supervisor's jobs on this host."""
     mark = f"{SUPERVISOR_VARIABLE}={supervisor}".encode()
-    found: set[Path] = set()
+    found: set[Segment] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
             if mark in (process / "environ").read_bytes().split(b"\0"):
-                lines = (process / "maps").read_text(errors="replace").splitlines()
-                found |= {Path(match[1]) for line in lines if (match := _FILES.search(line))}
+                # address, permissions, offset, device, inode, path
+                fields = (
+                    line.split(maxsplit=5) for line in (process / "maps").read_text(errors="replace").splitlines()
+                )
+                found |= {Segment(its[5], int(its[4])) for its in fields if len(its) == 6 and _NAME.fullmatch(its[5])}
     return found
 
 
-def remove(files: set[Path]) -> None:
-    """Remove what is still there, of a job all of whose processes have ended."""
-    for file in files:
-        if file.is_dir():
-            shutil.rmtree(file, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+def remove(segments: set[Segment], since: float) -> None:
+    """Remove the files that a job has made and no process has open or mapped any more, in whatever container it runs.
+
+    `since`: the time at which the job was started. An older file is the user's, whatever its name.
+    """
+    for segment in segments:
+        with contextlib.suppress(OSError):
+            file = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                its = os.fstat(file)
+                is_own = stat.S_ISREG(its.st_mode) and its.st_uid == os.getuid() and its.st_ino == segment.inode
+                if is_own and its.st_ctime > since - _CLOCK_S and _is_unused(file):
+                    os.unlink(segment.path)
+            finally:
+                os.close(file)
+
+
+def _is_unused(file: int) -> bool:
+    """Whether no process has a file open for writing, or mapped so: the kernel then allows a lease."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError:
+        return False
+    return True  # closing the file ends the lease

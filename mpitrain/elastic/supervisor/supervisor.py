@@ -8,20 +8,20 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
-from mpitrain.elastic.supervisor.agents import Agent, probe, sweep
+from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, probe, sweep
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
 from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
-from mpitrain.elastic.supervisor.remains import find_files, remove
+from mpitrain.elastic.supervisor.remains import Segment, find_segments, remove
 from mpitrain.elastic.supervisor.requests import Requests
+from mpitrain.elastic.supervisor.sessions import Sessions
 from mpitrain.elastic.supervisor.texts import public
 from mpitrain.elastic.supervisor.words import Command, resume_of
 from mpitrain.monitor.record.alerts import Alerts
@@ -74,7 +74,8 @@ class Supervisor:
         self._reason = "first launch"
         self._back: list[str] = []
         self._is_probed = False
-        self._files: set[Path] = set()
+        self._segments: set[Segment] = set()
+        self._sessions = Sessions()
         self._indices: dict[str, int] = {}
         for host in plan.hosts:  # a batch system counts the slots
             self._indices[host.name] = sum(other.slots for other in plan.hosts[: len(self._indices)])
@@ -104,6 +105,7 @@ class Supervisor:
                 self._requeue()  # the limit of time came in a pause
             return 128 + (self._requests.end or self._requests.stop)
         finally:
+            self._clean()
             self.folder.close()
 
     # One launch
@@ -118,10 +120,13 @@ class Supervisor:
         where = f" on {as_list(self._chosen)}" if self._chosen else ""
         say(f"launch {folder.launch}{where}" + (f", {ranks} ranks" if ranks else ""))
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)} | variables
+        env |= self._sessions.begin(plan.command, env, (host.name for host in self._chosen))
         if plan.command.kind == "openmpi" and 0 < len(self._chosen) <= _MAX_MARKED and "SLURM_JOB_ID" not in env:
             # Its daemons on other hosts get the id of this supervisor as well. srun passes it on anyway.
             for name, daemon in (("PRTE_MCA_prte_launch_agent", "prted"), ("OMPI_MCA_orte_launch_agent", "orted")):
                 env.setdefault(name, f"env {SUPERVISOR_VARIABLE}={self.id} {daemon}")
+        self._segments = set()
+        began = time.time()
         job = Job(words, env)
         watch = Watch(self._limits(), folder.launch, time.monotonic())
         has_fewer = self._has_fewer()  # not later: a probe at the end may find others
@@ -137,8 +142,10 @@ class Supervisor:
             self._tell_of_first_step(watch)  # of a launch so short that its first step was not seen
         if done is None or problem or stop == "rejoin":  # else all has ended by itself
             self._probe()
-            remove(self._files)
+            remove(self._segments, began)
             folder.break_lock(watch.alive)
+        else:
+            self._clean()
         if self._down_since is None:
             self._down_since = ended
         step = watch.alive.step if watch.alive is not None else 0
@@ -158,7 +165,7 @@ class Supervisor:
                 return stop, problem
             if watch.trains and not trained:
                 trained = True
-                self._files = find_files(self.id)
+                self._segments = find_segments(self.id)
                 self._tell_of_first_step(watch)
             for _ in range(self._requests.take_records()):
                 job.signal(signal.SIGUSR2)
@@ -207,18 +214,30 @@ class Supervisor:
     # Hosts
 
     def _probe(self) -> None:
-        """Find the hosts that answer, and end what earlier launches have left there; choose the hosts of the next launch."""
+        """Find the hosts that answer, and end and remove what earlier launches have left there; choose the hosts of the next launch."""
         names = [host.name for host in self.plan.hosts]
-        answers = sweep(self.plan.agent, names, self.id, self.plan.limits.probe_s, self._indices)
+        left = self._sessions.left
+        answers = sweep(self.plan.agent, names, self.id, left, self.plan.limits.probe_s, self._indices)
         self._is_probed = True
-        if num := sum(answers.values()):
+        if num := sum(answer.ended for answer in answers.values()):
             say(f"ended {num} process{'es' * (num != 1)} that the last launch had left")
+        self._settle(answers)
         lost = [name for name in names if name not in answers]
         if lost and lost != self._lost:
             say(f"no answer within {self.plan.limits.probe_s:g} s from {', '.join(lost)}")
         self._lost = lost
         self._live = [name for name in names if name in answers]
         self._chosen = choose(self.plan.hosts, self._live, self.plan.most)
+
+    def _clean(self) -> None:
+        """Remove the folders of launches that have ended by themselves. A host that did not answer last is not asked again."""
+        if left := self._sessions.left:
+            hosts = [name for name in self._live if name in self._sessions.hosts()]
+            self._settle(clean(self.plan.agent, hosts, left, self.plan.limits.probe_s, self._indices))
+
+    def _settle(self, answers: Mapping[str, Answer]) -> None:
+        for line in self._sessions.settle({host: answer.removed for host, answer in answers.items()}):
+            say(line)
 
     def _enough(self) -> bool:
         return not self.plan.hosts or len(self._chosen) >= self._least
@@ -326,6 +345,7 @@ class Supervisor:
 
     def _requeue(self) -> None:
         """Have Slurm queue this job again. Slurm then ends it, so nothing may follow."""
+        self._clean()
         command: Sequence[str] = ("scontrol", "requeue", os.environ.get("SLURM_JOB_ID", ""))
         say(f"{' '.join(command)}: the job waits in the queue, and then goes on")
         try:

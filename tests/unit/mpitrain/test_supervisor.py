@@ -14,7 +14,7 @@ from collectives import launcher
 from mpitrain.elastic import marks
 from mpitrain.elastic.marks import Alive, Done, Marks
 from mpitrain.elastic.supervisor import hosts, words
-from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent, probe, sweep
+from mpitrain.elastic.supervisor.agents import Answer, choose_agent, parse_agent, probe, sweep
 from mpitrain.elastic.supervisor.command import main
 from mpitrain.elastic.supervisor.decisions import Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
@@ -430,8 +430,8 @@ def test_the_sweep_ends_what_has_the_mark_and_nothing_else() -> None:
 
     mine, other = sleeper(f"one-{os.getpid()}"), sleeper(f"one-{os.getpid()}0")
     try:
-        answers = sweep(parse_agent("false"), ["far"], f"one-{os.getpid()}", 10.0, {})
-        assert answers == {"localhost": 1}
+        answers = sweep(parse_agent("false"), ["far"], f"one-{os.getpid()}", [], 10.0, {})
+        assert answers == {"localhost": Answer(1, frozenset())}
         assert mine.wait(5) == -9
         assert other.poll() is None
     finally:
