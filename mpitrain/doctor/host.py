@@ -137,7 +137,8 @@ def _unused_files() -> list[Path]:
         for entry in os.scandir(memory.folder()):
             with suppress(OSError):
                 its = entry.stat(follow_symlinks=False)
-                if known.fullmatch(entry.name) and its.st_uid == os.getuid() and time.time() - its.st_mtime > _LEFT_S:
+                is_own = stat.S_ISREG(its.st_mode) and its.st_uid == os.getuid()
+                if is_own and known.fullmatch(entry.name) and time.time() - its.st_mtime > _LEFT_S:
                     candidates.append(Path(entry.path))
     if not candidates:
         return []

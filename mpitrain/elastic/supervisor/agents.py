@@ -107,6 +107,14 @@ def probe(agent: Agent, hosts: Sequence[str], timeout_s: float, indices: Mapping
     return list(_everywhere(agent, dict.fromkeys(hosts, ""), timeout_s, indices))
 
 
+def count(
+    agent: Agent, hosts: Sequence[str], text: str, timeout_s: float, indices: Mapping[str, int]
+) -> dict[str, int]:
+    """Run a shell script that counts in $num on each host, and on this one. The numbers of the hosts that answered in time."""
+    answers = _everywhere(agent, dict.fromkeys(_with_this(hosts), text), timeout_s, indices)
+    return {host: answer.ended for host, answer in answers.items()}
+
+
 def _with_this(hosts: Sequence[str]) -> list[str]:
     """The hosts, with this one first."""
     here = next((host for host in hosts if is_own(host)), "localhost")

@@ -75,6 +75,13 @@ class RunFolder:
         """The end of this launch, if it came to one."""
         return marks.read_done(self.path, self.launch)
 
+    def run_id(self) -> str | None:
+        """The id of the run, which the names of its copies in node memory have; None if it has none."""
+        with contextlib.suppress(OSError):
+            lease = read_lease(self.path)
+            return None if lease is None else lease.run
+        return None
+
     def report(self) -> Hashable:
         """Changes with each report of a failure of this launch; None without one."""
         signature = self._signature_of_report()

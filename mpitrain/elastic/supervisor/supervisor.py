@@ -19,6 +19,7 @@ from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
 from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
+from mpitrain.elastic.supervisor.node_copies import remove_copies
 from mpitrain.elastic.supervisor.remains import Segment, find_segments, remove
 from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.sessions import Sessions
@@ -328,11 +329,20 @@ class Supervisor:
         stopped = outcome.done is not None and outcome.done.reason == "stopped"
         ahead_of_limit = stopped and self._requests.stop == signal.SIGUSR1
         lacks_hosts = following.code != 0 and not self._requests.stop and not self._enough()
+        if outcome.done is not None and outcome.done.reason in ("finished", "stopped"):
+            self._remove_copies()
         if self.plan.requeue and (ahead_of_limit or lacks_hosts):
             self._requeue()
         if following.code and self._requests.stop not in (0, signal.SIGUSR1):
             return 128 + self._requests.stop
         return following.code
+
+    def _remove_copies(self) -> None:
+        """The run has ended with a checkpoint: remove the copies of its state that are left on hosts that answered last."""
+        if (run := self.folder.run_id()) is not None:
+            num = remove_copies(self.plan.agent, self._live, run, self.plan.limits.probe_s, self._indices)
+            if num:
+                say(f"removed {num} file{'s' * (num != 1)} of copies that the run had left in node memory")
 
     def _give_up(self) -> int:
         """Too few hosts answer: in Slurm the job may wait in the queue for others."""

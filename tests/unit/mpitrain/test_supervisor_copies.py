@@ -1,0 +1,70 @@
+"""The supervisor removes the copies of a run in node memory at its end, and nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpitrain.elastic.copies.files import CopyFile, files_of, path_of
+from mpitrain.elastic.copies.folders import own_folder
+from mpitrain.elastic.copies.holding import hold, release
+from mpitrain.elastic.lease import raise_lease
+from mpitrain.elastic.supervisor.agents import parse_agent
+from mpitrain.elastic.supervisor.node_copies import remove_copies, script
+
+
+def test_what_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "node memory"
+    room.mkdir()
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(room))
+    (room / f"mpitrain-{os.getuid()}").touch()
+    CopyFile(path_of("abc", 1, 0, 0), 16, 16).close()
+    (room / f"mpitrain-{os.getuid()}").unlink()
+    hold("abc")
+    release("abc")
+    for job, rank in (("4711", 0), ("1[2].srv", 1)):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        CopyFile(path_of("abc", 2, rank, 0, for_partner=bool(rank)), 16, 16).close()
+    other = path_of("abcd", 1, 0, 0)
+    CopyFile(other, 16, 16).close()
+    strange = own_folder() / "copy-abc-link"
+    strange.symlink_to(other)
+    outside = room / "copy-abc-local-00000001-00000.0"
+    outside.touch()
+    assert remove_copies(parse_agent("false"), [], "abc", 10.0, {}) == 4
+    assert files_of("abcd") == [other] and files_of("abc") == [strange] and outside.exists()
+    strange.unlink()
+    assert remove_copies(parse_agent("false"), [], "abcd", 10.0, {}) == 1
+    assert list(room.iterdir()) == [outside], "the empty folders too"
+    assert remove_copies(parse_agent("false"), [], "abcd", 10.0, {}) == 0
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(tmp_path))
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "copy-abc-x").touch()
+    (tmp_path / f"mpitrain-{os.getuid()}").symlink_to(own)
+    assert subprocess.run(["sh", "-eu", "-c", script("abc")], timeout=10).returncode == 0
+    assert (own / "copy-abc-x").exists()
+
+
+@pytest.mark.parametrize(("reason", "num_left"), [("finished", 0), ("stopped", 0), ("refused", 1)])
+def test_a_run_that_ends_with_a_checkpoint_leaves_none(
+    reason: str, num_left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is as of a host whose ranks were lost before the end."""
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(tmp_path))
+    run = tmp_path / "run"
+    run.mkdir()
+    lease = raise_lease(run)
+    CopyFile(path_of(lease.run, 1, 0, 0), 16, 16).close()
+    job = "from pathlib import Path; from mpitrain.elastic.marks import Marks; "
+    job += f"Marks(Path({str(run)!r})).done({reason!r}, 3)"
+    command = ["elastic", "--run", str(run), "--agent", "false", "--", sys.executable, "-c", job]
+    result = subprocess.run([sys.executable, "-m", "mpitrain", *command], capture_output=True, text=True, timeout=60)
+    assert result.returncode == (1 if num_left else 0), result.stderr
+    assert len(files_of(lease.run)) == num_left, result.stderr
+    assert ("removed 1 file of copies" in result.stderr) == (not num_left), result.stderr
