@@ -125,7 +125,7 @@ class Watch:
                 if "no_mpi" in message:
                     self.phase = START
                     said = message["no_mpi"]
-                    remedy = _MIXED if "expected a launcher" in said else "change what the text names"
+                    remedy = _MIXED if "expected a launcher" in said else "do what the text says"
                     self.add(Finding(Level.ERROR, START, said, "MPI starts, with all ranks in one job", remedy))
                     with suppress(
                         subprocess.TimeoutExpired

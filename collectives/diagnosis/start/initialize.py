@@ -16,6 +16,7 @@ from collectives import launcher
 from collectives.diagnosis import dump
 from collectives.diagnosis.hangs import deadline
 from collectives.diagnosis.start import security
+from collectives.diagnosis.start.library import load_mpi4py
 from collectives.diagnosis.start.meeting import GRACE_S, limit_s, turn_s, waits
 
 _POLL_S = 0.5
@@ -30,8 +31,10 @@ def start_mpi() -> None:
     import mpi4py
 
     if "mpi4py.MPI" in sys.modules or mpi4py.rc.initialize in (False, "no") or launcher.launched_size() == 1:
+        load_mpi4py()
         return
     mpi4py.rc.initialize = False
+    load_mpi4py()
     from mpi4py import MPI
 
     security.drop_munge()  # now the library is known
