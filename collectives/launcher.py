@@ -63,18 +63,23 @@ _ALERT = "log.on_event"  # a setting of mpitrain
 
 _MARK = "MPITRAIN_RANK_PROCESS"
 """The variable in which a rank leaves its process and job: what it starts is no rank."""
+OF_JOB = {
+    _MARK, "MPITRAIN_TTY", "MPITRAIN_STOP_FILE", "MPITRAIN_FAILURE_FILE",
+    "MPITRAIN_LAUNCH", "MPITRAIN_MARKS", "MPITRAIN_LEASE", "MPITRAIN_SUPERVISOR",
+}  # fmt: skip
+"""The variables that mpirun/train and the supervisor set for the ranks of one job. The supervisor ends what has its id."""
 
 
 def environment_of_program() -> dict[str, str]:
     """The environment for a program that a rank starts, such as `subprocess.run(..., env=collectives.environment_of_program())`.
 
-    It is this process's, without what its launcher, or the rank itself for torch.distributed, has set for it. So the program is no
-    rank, and may be a job of one rank.
+    It is this process's, without what its launcher, `mpirun/train` and a supervisor, or the rank itself for torch.distributed, have set
+    for it. So the program is no rank, may be a job of one rank, and may go on after the rank.
     """
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(LAUNCHER_PREFIXES) and name not in _DROPPED_OF_TORCH
+        if not name.startswith(LAUNCHER_PREFIXES) and name not in _DROPPED_OF_TORCH | OF_JOB
     }
 
 

@@ -35,6 +35,9 @@ LEASE_VARIABLE = "MPITRAIN_LEASE"
 SUPERVISOR_VARIABLE = "MPITRAIN_SUPERVISOR"
 """An id of the supervisor in the environment of all processes of its jobs. It ends the processes that have its id, and no others."""
 
+VARIABLES = (LAUNCH_VARIABLE, FOLDER_VARIABLE, LEASE_VARIABLE, SUPERVISOR_VARIABLE)
+"""`collectives.launcher.OF_JOB` has them too: the programs that a rank starts must not."""
+
 Phase = Literal["starting", "training", "saving", "recovering"]
 Reason = Literal["finished", "stopped", "refused"]
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
+from mpitrain.elastic.marks import SUPERVISOR_VARIABLE, VARIABLES
 from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, probe, sweep
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
@@ -314,7 +314,9 @@ class Supervisor:
         with contextlib.suppress(OSError):  # a full disk
             written = write_event(self.folder.path, event, launch=self.folder.launch, **fields)
             if (command := self.plan.on_event) is not None:
-                Alerts(command, self.folder.path, say, environment=os.environ).tell(written)
+                # Another supervisor, in whose job this one runs, must not end it.
+                environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+                Alerts(command, self.folder.path, say, environment=environment).tell(written)
 
     # The end
 

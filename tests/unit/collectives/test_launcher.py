@@ -8,6 +8,7 @@ import pytest
 
 from collectives.launcher import (
     LAUNCHER_PREFIXES,
+    OF_JOB,
     check_launcher,
     check_main_program,
     check_no_child,
@@ -196,8 +197,8 @@ def test_a_program_knows_nothing_of_the_ranks_but_may_start_steps(no_launcher: p
     before = environment_of_program()
     for variable, value in {**kept, **TORCHRUN, "MASTER_PORT": "1", **task(1, 4), "SLURM_STEPID": "0"}.items():
         no_launcher.setenv(variable, value)
-    no_launcher.setenv("PALS_APID", "7")
-    no_launcher.setenv("MV2_COMM_WORLD_RANK", "1")
+    for variable in ("PALS_APID", "MV2_COMM_WORLD_RANK", *OF_JOB):
+        no_launcher.setenv(variable, "7")
     assert environment_of_program() == {**before, **kept}
 
 

@@ -22,6 +22,7 @@ from mpitrain.elastic.supervisor.hosts import Host
 from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.supervisor import say
 from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.record.alerts import Alerts
 
 ROOT = Path(__file__).parents[3]
 TRAIN = ("python", "-m", "mpitrain", "--run", "a/b", "-x", "1")
@@ -424,6 +425,10 @@ def test_agents_of_users_and_batch_systems(tmp_path: Path, monkeypatch: pytest.M
     assert choose_agent("my-ssh", {}).words[0] == "my-ssh"
 
 
+def test_the_programs_of_ranks_do_not_have_the_id_by_which_processes_are_ended(tmp_path: Path) -> None:
+    assert set(marks.VARIABLES) | RunFolder(tmp_path).prepare("me").keys() <= launcher.OF_JOB
+
+
 def test_the_sweep_ends_what_has_the_mark_and_nothing_else() -> None:
     def sleeper(mark: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sleep", "60"], env={**os.environ, marks.SUPERVISOR_VARIABLE: mark})
@@ -438,6 +443,19 @@ def test_the_sweep_ends_what_has_the_mark_and_nothing_else() -> None:
         for process in (mine, other):
             process.kill()
             process.wait()
+
+
+def test_the_sweep_lets_a_command_of_an_event_come_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the copy of a checkpoint, which a rank has started before it died."""
+    monkeypatch.setenv(marks.SUPERVISOR_VARIABLE, f"one-{os.getpid()}")
+    command = f"cd {tmp_path}; touch begun; sleep 1; touch done"
+    alerts = Alerts(command, tmp_path, print, environment=launcher.environment_of_program())
+    alerts.tell({"event": "end"})
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.02)
+    assert sweep(parse_agent("false"), [], f"one-{os.getpid()}", [], 10.0, {}) == {"localhost": Answer(0, frozenset())}
+    alerts.close()
+    assert (tmp_path / "done").exists()
 
 
 def test_without_enough_hosts_the_supervisor_waits_and_then_gives_up(tmp_path: Path) -> None:
