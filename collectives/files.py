@@ -94,6 +94,30 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int, *, links: bool =
     return bytes(data)
 
 
+def other_writer(path: str | os.PathLike[str], found: os.stat_result | None = None) -> str:
+    """Who else than this user and root could have written the file or folder, such as "it belongs to user 7"; "" if nobody could.
+
+    As with ssh, all folders above count too: who can write to one can replace what is in it, unless it is sticky, as /tmp is.
+
+    OSError: it cannot be looked at.
+
+    `found`: of the file, if it is open. A pipe of this user is in no folder.
+    """
+    its = os.stat(path) if found is None else found
+    # In the name space of a container without root, all users but this one, also root, have the number of the owner of "/".
+    trusted = {os.geteuid(), 0, os.stat("/").st_uid}
+    if its.st_uid not in trusted:
+        return f"it belongs to user {its.st_uid}"
+    if its.st_mode & 0o022:
+        return "others can write to it"
+    if stat.S_ISREG(its.st_mode) or stat.S_ISDIR(its.st_mode):
+        for parent in Path(os.path.realpath(path)).parents:
+            above = parent.lstat()
+            if above.st_uid not in trusted or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
+                return f"others can replace it: {parent} belongs to user {above.st_uid}, mode {stat.S_IMODE(above.st_mode):o}"
+    return ""
+
+
 def open_new(path: str | os.PathLike[str], mode: int = 0o666) -> int:
     """A descriptor of a new file, to read and write. FileExistsError if there is anything, also a link to nothing. OSError."""
     return os.open(path, _NEW, mode)

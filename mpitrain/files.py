@@ -35,7 +35,11 @@ def load_alone(name: str) -> None:
 
 load_alone("files")
 from collectives.files import OddFileError as OddFileError  # noqa: E402
-from collectives.files import open_new, read_regular  # noqa: E402
+from collectives.files import (  # noqa: E402
+    open_new,
+    other_writer,
+    read_regular,
+)
 from collectives.files import open_regular as open_regular  # noqa: E402
 from collectives.files import partial_of as partial_of  # noqa: E402
 
@@ -90,6 +94,23 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
     return found
+
+
+def read_named(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The text of a file of any kind that the words of this process name, and who else could have written it: see `other_writer`.
+
+    OSError; UnicodeDecodeError if it is no UTF-8.
+    """
+    with open(path, encoding="utf-8") as file:
+        return file.read(), other_writer(path, os.fstat(file.fileno()))
+
+
+def no_code(name: str, path: str | os.PathLike[str], reason: str) -> str:
+    """The error about a setting that is code, in a file that others could have written."""
+    return (
+        f"{name} in {os.fspath(path)}: it is code, and is taken only from a file that nobody else can write to, but {reason}; "
+        f"give --{name.replace('_', '-')} on the command line, or make the file your own (cp, chmod go-w) in a folder of your own"
+    )
 
 
 def json_of(text: str | bytes) -> Any:

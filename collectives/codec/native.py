@@ -23,6 +23,7 @@ import numpy as np
 from collectives.codec import fallback
 from collectives.codec.formats import BLOCK, FORMATS, Codec, Format
 from collectives.environment import cache_folder
+from collectives.files import other_writer
 from collectives.launcher import environment_of_program
 
 LEVELS = ("c", "avx2", "avx512")  # as in codec.c
@@ -99,12 +100,8 @@ def _make_own(folder: Path) -> Path:
     _refuse_others(folder, stat.S_ISDIR)
     found = folder.resolve(strict=True)
     _refuse_others(found, stat.S_ISDIR)
-    # In the name space of a container without root, all users but this one, also root, have the number of the owner of "/".
-    trusted = {os.geteuid(), 0, os.stat("/").st_uid}
-    for parent in found.parents:
-        its = parent.lstat()
-        if its.st_uid not in trusted or (its.st_mode & 0o022 and not its.st_mode & stat.S_ISVTX):
-            raise PermissionError(f"another user can replace this folder: {parent} is his, or he can write to it")
+    if reason := other_writer(found):
+        raise PermissionError(reason)
     return found
 
 

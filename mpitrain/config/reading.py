@@ -18,10 +18,10 @@ import msgspec
 from collectives.secret_forms import HIDDEN
 from collectives.texts import without_secrets
 from mpitrain.config.errors import ConfigError
-from mpitrain.config.secrets import ON_EVENT, Bounded, public, reachable
+from mpitrain.config.secrets import CODE, ON_EVENT, Bounded, public, reachable
 from mpitrain.config.settings import Config, kinds
 from mpitrain.config.writing import print_help, wanted
-from mpitrain.files import read_toml, toml_of
+from mpitrain.files import no_code, read_named, read_toml, toml_of
 
 
 def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
@@ -37,7 +37,8 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
         defaults: the values of settings that are neither in the file nor in a flag.
 
     Raises:
-        ConfigError: an unknown setting, a wrong type, a value out of range, or a file that cannot be read.
+        ConfigError: an unknown setting, a wrong type, a value out of range, a file that cannot be read, or code in a file that others
+            could have written.
     """
     base = defaults or Config()
     if "-h" in argv or "--help" in argv:
@@ -45,12 +46,12 @@ def parse(argv: Sequence[str], defaults: Config | None = None) -> Config:
         raise SystemExit(0)
     flags = _read_flags(argv)
     file = flags.pop("config", None)
-    return _build(base, ({} if file is None else _read_toml(file)) | flags)
+    return _build(base, ({} if file is None else _read_toml(file, flags)) | flags)
 
 
 def from_toml(path: str | os.PathLike[str]) -> Config:
     """Settings from a TOML file with the sections of `Config`; raises ConfigError like `parse`."""
-    return _build(Config(), _read_toml(path))
+    return _build(Config(), _read_toml(path, {}))
 
 
 def of_run(path: Path) -> Config:
@@ -63,7 +64,7 @@ def of_run(path: Path) -> Config:
     except OSError as error:
         raise ConfigError(f"settings file {path}: {error.strerror or error}") from None
     found = reachable(public(_build(Config(), values), Bounded()))
-    return replace(found, log=replace(found.log, modules=()))
+    return replace(found, log=replace(found.log, modules=()))  # `public` has left out the other one of CODE
 
 
 def from_text(text: str, source: str) -> Config:
@@ -129,16 +130,18 @@ def _read_flags(argv: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Values of a TOML file by full name."""
+def _read_toml(path: str | os.PathLike[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a TOML file by full name. ConfigError if others could have written one that is code and no flag replaces."""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text, reason = read_named(path)
     except OSError as error:
         raise ConfigError(f"settings file {os.fspath(path)}: {error.strerror or error}") from None
     except ValueError as error:  # bytes that are not UTF-8
         raise ConfigError(f"settings file {os.fspath(path)} is not valid TOML: {error}") from None
-    return _read_text(text, os.fspath(path))
+    values = _read_text(text, os.fspath(path))
+    if reason and (code := [name for name in CODE if values.get(name) and name not in flags]):
+        raise ConfigError(no_code(code[0], path, reason))
+    return values
 
 
 def _read_text(text: str, source: str) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from mpitrain.config.settings import Config, flat
 
 ON_EVENT = "log.on_event"
 """The setting of a command that may have a secret, such as the address of a web hook."""
+CODE = (ON_EVENT, "log.modules")
+"""The settings that are code: what they name is run as this user."""
 _MOST_SEARCHED = 4_000_000
 """Characters with words that secrets have. To search so many takes a second or two."""
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.elastic.supervisor.hosts import Host, as_list, parse_file, parse_list
-from mpitrain.files import toml_of
+from mpitrain.files import no_code, read_named, toml_of
 
 Kind = Literal["openmpi", "mpich", "other"]
 """The family of the launcher. Of another one (srun, a script) the supervisor knows neither hosts nor numbers of ranks."""
 
+_ON_EVENT = "log.on_event"
 _NUMBER = {"np", "n", "c"}
 _HOSTS = {"H", "host", "hosts"}
 _HOST_FILE = {"hostfile", "machinefile", "f", "default-hostfile"}
@@ -115,9 +116,16 @@ def resume_of(words: Sequence[str]) -> str:
 
 
 def on_event_of(words: Sequence[str]) -> str | None:
-    """The setting `log.on_event` of a command. It is not taken from the run's folder, which others may have written."""
-    given = setting(words, "log.on_event")
-    command = given if given is not None else _of_file(words).get("log.on_event")
+    """The setting `log.on_event` of a command. It is not taken from the run's folder, which others may have written.
+
+    ValueError if it stands in a file that others could have written.
+    """
+    command = setting(words, _ON_EVENT)
+    if command is None:
+        settings, reason = _read_file(words)
+        command = settings.get(_ON_EVENT)
+        if command is not None and reason:
+            raise ValueError(no_code(_ON_EVENT, setting(words, "config") or "", reason))
     return None if command is None or command.lower() == "none" else command
 
 
@@ -147,13 +155,19 @@ def agent_of(command: Command, environ: Mapping[str, str]) -> str:
 
 def _of_file(words: Sequence[str]) -> dict[str, str]:
     """The settings that are texts, by full name, of the file in `--config`."""
+    return _read_file(words)[0]
+
+
+def _read_file(words: Sequence[str]) -> tuple[dict[str, str], str]:
+    """The settings that are texts, by full name, of the file in `--config`, and who else could have written it; see `read_named`."""
     file = setting(words, "config")
     if file is None:
-        return {}
+        return {}, ""
     try:
-        settings = toml_of(Path(file).read_text())
+        text, reason = read_named(file)
+        settings = toml_of(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"settings file {file}: {error}") from None
     sections = {name: its for name, its in settings.items() if isinstance(its, dict)}
     named = settings | {f"{section}.{name}": value for section, its in sections.items() for name, value in its.items()}
-    return {name: value for name, value in named.items() if isinstance(value, str)}
+    return {name: value for name, value in named.items() if isinstance(value, str)}, reason

@@ -27,7 +27,7 @@ import ckpt
 from collectives.secret_forms import NAMED
 from collectives.secret_tokens import TOKENS, Form
 from collectives.texts import may_have_secrets, shown, without_secrets
-from mpitrain.config import Config, ConfigError, LogConfig, hidden, of_run, parse, public, secrets, to_toml
+from mpitrain.config import Config, ConfigError, LogConfig, from_toml, hidden, of_run, parse, public, secrets, to_toml
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.open_shards import OpenShards
 from mpitrain.data.shards import list_shards
@@ -562,8 +562,76 @@ def test_an_evaluation_needs_the_addresses_of_the_data_alone(tmp_path: Path) -> 
 def test_the_supervisor_takes_its_command_from_the_words(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text('run = "r"\n[log]\non_event = "of file"\n')
+    file.chmod(0o644)
     assert on_event_of(["--config", str(file)]) == "of file"
     assert on_event_of(["--config", str(file), "--log.on-event", "a", "--log.on_event=b"]) == "b"
     assert (
         on_event_of(["--config", str(file), "--log.on-event", "none"]) is None and on_event_of(["--run", "x"]) is None
     )
+
+
+CODE = {"log.on_event": 'on_event = "id"', "log.modules": 'modules = ["a.py"]'}
+
+
+@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("way", ["others", "group", "folder", "another", "linked", "own", "sticky"])
+def test_code_is_taken_only_from_a_file_that_nobody_else_can_write(tmp_path: Path, name: str, way: str) -> None:
+    if way == "another" and os.geteuid():
+        pytest.skip("needs root")
+    above = tmp_path / "above"
+    above.mkdir(mode=0o755)
+    file = above / "run.toml"
+    file.write_text(f"[log]\n{CODE[name]}\nevery = 7\n")
+    file.chmod({"others": 0o646, "group": 0o664}.get(way, 0o644))
+    above.chmod({"folder": 0o777, "linked": 0o775, "sticky": 0o1777}.get(way, 0o755))
+    if way == "another":
+        os.chown(file, 65534, -1)
+    named = file
+    if way == "linked":
+        named = tmp_path / "link.toml"
+        named.symlink_to(file)
+    words = ["--config", str(named)]
+    flag = f"--{name.replace('_', '-')}"
+    if way in ("own", "sticky"):
+        assert parse(words).log.every == 7
+        assert on_event_of(words) == ("id" if name == "log.on_event" else None)
+    else:
+        message = f"{name} in .*{named.name}: it is code, .* but (it belongs to|others can).*; give {flag} on the command line"
+        for read in (parse, lambda words: from_toml(named), *[on_event_of][: name == "log.on_event"]):
+            with pytest.raises(ValueError, match=message):
+                read(words)
+        assert parse([*words, flag, "none" if name == "log.on_event" else "b.py"]).log.every == 7
+        assert on_event_of([*words, flag, "b"]) == ("b" if name == "log.on_event" else None)
+    if name == "log.modules":  # nothing else in such a file is code
+        file.write_text("[log]\nevery = 8\n")
+        assert parse(words).log.every == 8
+
+
+def test_the_supervisor_runs_no_command_of_a_folder_or_of_a_file_of_others(tmp_path: Path) -> None:
+    run, ran = tmp_path / "run", tmp_path / "ran"
+    run.mkdir()
+    for file in (run / "config.toml", tmp_path / "open.toml"):
+        file.write_text(f'run = "{run}"\n[log]\non_event = "touch {ran}"\n')
+        file.chmod(0o666)
+    words = [
+        sys.executable,
+        "-m",
+        "mpitrain",
+        "elastic",
+        "--run",
+        str(run),
+        "--max-relaunches",
+        "0",
+        "--",
+        "sh",
+        "-c",
+        "exit 1",
+    ]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    results = [
+        subprocess.run([*words, *more], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
+        for more in ([], ["sh", "--config", "open.toml"])
+    ]
+    assert [result.returncode for result in results] == [1, 2]
+    assert "elastic: error: log.on_event in open.toml: it is code" in results[1].stderr
+    assert not ran.exists()

@@ -447,9 +447,10 @@ def test_the_sweep_ends_what_has_the_mark_and_nothing_else() -> None:
 
 def test_the_sweep_lets_a_command_of_an_event_come_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the copy of a checkpoint, which a rank has started before it died."""
-    monkeypatch.setenv(marks.SUPERVISOR_VARIABLE, f"one-{os.getpid()}")
-    command = f"cd {tmp_path}; touch begun; sleep 1; touch done"
-    alerts = Alerts(command, tmp_path, print, environment=launcher.environment_of_program())
+    with monkeypatch.context() as rank:
+        rank.setenv(marks.SUPERVISOR_VARIABLE, f"one-{os.getpid()}")
+        environment = launcher.environment_of_program()
+    alerts = Alerts(f"cd {tmp_path}; touch begun; sleep 1; touch done", tmp_path, print, environment=environment)
     alerts.tell({"event": "end"})
     while not (tmp_path / "begun").exists():
         time.sleep(0.02)
