@@ -4,6 +4,9 @@ import ctypes
 import math
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -12,6 +15,31 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """Let the kernel kill this process when the thread that has started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@contextmanager
+def helpers_start() -> Iterator[None]:
+    """A block in which a rank starts processes that shall not hear the signals that ask the ranks to stop.
+
+    Slurm sends these to all processes of a job step, and without its helpers a rank could not save. A process inherits the blocked
+    signals, and so do the threads that its imports start, which an own handler would not reach.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_by_parent_alone() -> None:
+    """In a process that was started within `helpers_start`: SIGTERM ends it if its parent sends it, as multiprocessing does."""
+    threading.Thread(target=_await_end, args=(os.getppid(),), name="end-by-parent", daemon=True).start()
+
+
+def _await_end(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(128 + signal.SIGTERM)
 
 
 def stat_fields(pid: int) -> list[str]:

@@ -1,9 +1,9 @@
 """SIGUSR1 means: save a checkpoint and stop. A run accepts it from its first moment; all ranks stop together between two steps.
 
 SIGINT (Ctrl-C) and SIGTERM mean the same while a run trains, if the launcher gives its ranks the time: without mpirun, under
-MPICH's mpirun, under srun. Open MPI's mpirun ends its ranks a quarter of a second after either signal. That is too short for a
-checkpoint, so one line says what is lost and what to do instead. Open MPI's mpirun forwards SIGUSR1. This module does not import
-torch, so that a run listens before the import of torch, which takes seconds.
+MPICH's mpirun, under srun (there SIGTERM from the first moment). Open MPI's mpirun ends its ranks a quarter of a second after
+either signal. That is too short for a checkpoint, so one line says what is lost and what to do instead. Open MPI's mpirun forwards
+SIGUSR1. This module does not import torch, so that a run listens before the import of torch, which takes seconds.
 """
 
 import contextlib
@@ -15,11 +15,18 @@ from pathlib import Path
 from types import FrameType
 
 _requested = False
+_OF_MPIRUN = "OMPI_COMM_WORLD_RANK"
+"""Open MPI's mpirun sets this variable for its ranks; srun does not."""
 
 
 def listen() -> None:
-    """From now on SIGUSR1 is a request to stop. An earlier request is a file at the path in MPITRAIN_STOP_FILE."""
+    """From now on SIGUSR1 is a request to stop. An earlier request is a file at the path in MPITRAIN_STOP_FILE.
+
+    SIGTERM is one too in a task of srun: by it Slurm announces scancel, preemption, a requeue and the limit of time, perhaps twice.
+    """
     signal.signal(signal.SIGUSR1, _request)
+    if _is_task_of_srun():
+        signal.signal(signal.SIGTERM, _request)
     file = os.environ.get("MPITRAIN_STOP_FILE")
     if file and Path(file).exists():
         _request(signal.SIGUSR1, None)
@@ -29,7 +36,8 @@ def listen() -> None:
 def interrupts_are_requests(*, rank: int) -> Iterator[None]:
     """SIGINT and SIGTERM are requests to stop inside this context. A second signal ends the process, as it does outside of the context.
 
-    Under Open MPI's mpirun the first signal ends the process, and a line says what is lost.
+    In a task of srun SIGTERM is always a request, because Slurm sends SIGKILL once the time is over. Under Open MPI's mpirun the first
+    signal ends the process, and a line says what is lost.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
@@ -40,13 +48,18 @@ def interrupts_are_requests(*, rank: int) -> Iterator[None]:
         for signum, handler in before.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
-    # Open MPI's mpirun sets this variable; srun does not.
-    ends_at_once = "OMPI_COMM_WORLD_RANK" in os.environ
+    ends_at_once = _OF_MPIRUN in os.environ
 
     def interrupted(signum: int, frame: FrameType | None) -> None:
-        restore()
-        if rank == 0 and not ends_at_once:
-            os.write(2, b"mpitrain: stopping after this step, with a checkpoint (second signal: at once, without)\n")
+        is_first, ends_next = not requested(), before[signal.Signals(signum)] is not _request
+        if ends_next:
+            restore()
+        if rank == 0 and not ends_at_once and is_first:
+            text = (
+                "mpitrain: stopping after this step, with a checkpoint"
+                + " (second signal: at once, without)" * ends_next
+            )
+            os.write(2, text.encode() + b"\n")
         _request(signum, frame)
 
     with _farewell(rank) if ends_at_once else contextlib.nullcontext():
@@ -111,6 +124,10 @@ def _tell_past_mpirun(line: str) -> None:
     with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
         os.write(fd, line.encode())
+
+
+def _is_task_of_srun() -> bool:
+    return _OF_MPIRUN not in os.environ and bool(os.environ.get("SLURM_STEP_NUM_TASKS"))
 
 
 def requested() -> bool:

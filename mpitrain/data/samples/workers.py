@@ -10,7 +10,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from collectives.launcher import LAUNCHER_PREFIXES
+from collectives.processes import end_by_parent_alone, helpers_start
 from mpitrain.data.samples.rows import Rows
 
 
@@ -31,7 +32,8 @@ def launcher_variables_dropped() -> Iterator[None]:
     for name in dropped:
         del os.environ[name]
     try:
-        yield
+        with helpers_start():
+            yield
     finally:
         os.environ.update(dropped)
 
@@ -79,7 +81,7 @@ def started(rows: Rows, num_workers: int) -> Iterator[Any]:
 
 
 def check_start(loader: DataLoader[Any]) -> None:
-    """ValueError if a DataLoader would fork its workers."""
+    """ValueError if a DataLoader would fork its workers. Else they will end with their rank, and only with it."""
     if not loader.num_workers:
         return
     context = loader.multiprocessing_context
@@ -90,6 +92,20 @@ def check_start(loader: DataLoader[Any]) -> None:
             f"batches: the DataLoader forks its {loader.num_workers} workers, and forked workers crash under MPI; "
             'make it with multiprocessing_context="spawn"'
         )
+    if not isinstance(loader.worker_init_fn, _Init):
+        loader.worker_init_fn = _Init(loader.worker_init_fn)
+
+
+class _Init:
+    """The first call in a worker of a loader that the user has made, and then the user's own."""
+
+    def __init__(self, own: Callable[[int], object] | None) -> None:
+        self._own = own
+
+    def __call__(self, worker: int) -> None:
+        _end_with_the_rank(worker)
+        if self._own is not None:
+            self._own(worker)
 
 
 def _as_it_is(item: Any) -> Any:
@@ -97,7 +113,11 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _end_with_the_rank(worker: int) -> None:
-    """End this worker at once when its rank dies. torch looks every 5 s, and not while a full queue blocks the worker."""
+    """End this worker at once when its rank dies, and not by signals that ask the ranks to stop.
+
+    torch looks every 5 s, and not while a full queue blocks the worker.
+    """
+    end_by_parent_alone()
     parent = multiprocessing.parent_process()
     assert parent is not None
 

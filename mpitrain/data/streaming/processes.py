@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from collectives.launcher import environment_of_program
+from collectives.processes import helpers_start
 from collectives.programs import python
 from mpitrain.data.remarks import Remark, say_remark
 from mpitrain.data.streaming import worker
@@ -80,14 +81,15 @@ class _Process:
         self._memory = os.memfd_create("rows")
         files = (theirs.fileno(), self._memory)
         # A session of its own: a signal to the ranks that asks them to stop is not for it.
-        self._program = subprocess.Popen(
-            [*python(worker.__name__), *map(str, files)],
-            pass_fds=files,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            env=environment_of_program() | _ONE_THREAD,
-        )
+        with helpers_start():
+            self._program = subprocess.Popen(
+                [*python(worker.__name__), *map(str, files)],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment_of_program() | _ONE_THREAD,
+            )
         self.id = self._program.pid
         theirs.close()
         self._connection = Connection(ours.detach())

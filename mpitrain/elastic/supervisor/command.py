@@ -11,12 +11,13 @@ from typing import NoReturn
 from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent
 from mpitrain.elastic.supervisor.decisions import Policy
 from mpitrain.elastic.supervisor.folder import RunFolder
-from mpitrain.elastic.supervisor.hosts import of_environment
+from mpitrain.elastic.supervisor.hosts import expand_names, of_environment
 from mpitrain.elastic.supervisor.job import launcher_kind
 from mpitrain.elastic.supervisor.limits import Limits
+from mpitrain.elastic.supervisor.srun import in_job, parse_srun
 from mpitrain.elastic.supervisor.supervisor import Plan, Supervisor, say
 from mpitrain.elastic.supervisor.texts import public
-from mpitrain.elastic.supervisor.words import agent_of, on_event_of, parse, run_folder
+from mpitrain.elastic.supervisor.words import Command, Kind, agent_of, on_event_of, parse, run_folder
 
 _LIMITS = {
     "launch": "from mpirun's start to the start of rank 0; doubled after each launch that took longer",
@@ -53,7 +54,8 @@ def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
         )
     least, most = _nodes(options.nodes)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PMIX_", "OMPI_COMM_", "PMI_"))}
-    command = parse(words, launcher_kind(words[0], env))
+    command = _command(words, launcher_kind(words[0], env))
+    most = command.most if most is None else most
     hosts = tuple(command.hosts or (of_environment(os.environ) if command.kind != "other" else ()))
     if hosts and len(hosts) < least:
         raise ValueError(f"--nodes {options.nodes}: expected at least {least} hosts, got {len(hosts)}")
@@ -72,6 +74,12 @@ def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
         requeue=options.requeue, on_event=on_event_of(command.program), policy=policy, limits=limits,
     )  # fmt: skip
     return plan, folder
+
+
+def _command(words: Sequence[str], kind: Kind) -> Command:
+    if kind == "srun":
+        return in_job(parse_srun(words, of_environment(os.environ), expand_names))
+    return parse(words, kind)
 
 
 def _nodes(text: str) -> tuple[int, int | None]:

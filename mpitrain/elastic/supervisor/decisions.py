@@ -27,14 +27,15 @@ class Progress(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a launch ended. `step`: the last one that was seen. `stop`: who asked it to save and stop. `problem`: why it failed.
+    """How a launch ended. `step`: the last one that was seen. `stop`: who asked it to save and stop, or "batch" if
+    the batch system ends it. `problem`: why it failed.
 
     `is_reduced`: it had fewer hosts than the job may have, or had lost ranks.
     """
 
     done: Done | None
     step: int
-    stop: Literal["", "user", "rejoin"] = ""
+    stop: Literal["", "user", "rejoin", "batch"] = ""
     problem: str = "the job ended without its mark of completion"
     is_reduced: bool = False
 
@@ -69,6 +70,8 @@ def decide(policy: Policy, progress: Progress, outcome: Outcome) -> Next:
         return Next("launch", f"saved and stopped after step {done.step} so that hosts rejoin", best)
     if done is not None:
         return Next("end", f"saved and stopped after step {done.step}; the same command goes on from there", best)
+    if outcome.stop == "batch":
+        return Next("end", f"{problem}; the next job goes on from the run's newest complete state", best, code=1)
     if outcome.stop == "user":
         return Next("end", f"{problem}; no relaunch, as a stop was asked for", best, code=1)
     now = Progress(best.failures + 1, best.best_step)

@@ -1,4 +1,4 @@
-"""The hosts of a job, as mpirun, Slurm and PBS name them. Pure, except that `of_environment` calls `scontrol` and reads a file."""
+"""The hosts of a job, as mpirun, Slurm and PBS name them. Pure, except that `scontrol` expands Slurm's lists, and a file is read."""
 
 import functools
 import os
@@ -64,16 +64,21 @@ def expand_tasks(text: str) -> list[int]:
     return numbers
 
 
+def expand_names(text: str) -> list[str]:
+    """The hosts in a list of Slurm such as n[1-3],m1. ValueError if Slurm does not know the form."""
+    if text.startswith("-"):
+        raise ValueError(f"expected names of hosts, such as node[1-4], got {text!r}")
+    command = ["scontrol", "show", "hostnames", text]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"the hosts of this Slurm job are not known: {' '.join(command)}: {error}") from None
+
+
 def of_environment(environ: Mapping[str, str]) -> list[Host]:
     """The hosts of the allocation of Slurm or PBS that this process is in, or of mpirun's default hostfile; else empty."""
     if nodes := environ.get("SLURM_JOB_NODELIST"):
-        if nodes.startswith("-"):
-            raise ValueError(f"SLURM_JOB_NODELIST: expected names of hosts, such as node[1-4], got {nodes!r}")
-        command = ["scontrol", "show", "hostnames", nodes]
-        try:
-            names = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
-        except (OSError, subprocess.SubprocessError) as error:
-            raise ValueError(f"the hosts of this Slurm job are not known: {' '.join(command)}: {error}") from None
+        names = expand_names(nodes)
         tasks = expand_tasks(environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})"))
         if len(tasks) != len(names):
             raise ValueError(f"Slurm names {len(names)} nodes, but SLURM_TASKS_PER_NODE has {len(tasks)} numbers")

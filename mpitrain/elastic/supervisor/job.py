@@ -70,9 +70,11 @@ class Job:
 
 
 def launcher_kind(launcher: str, env: Mapping[str, str]) -> Kind:
-    """Whose mpirun it is: openmpi, mpich or other. ValueError if there is no such command."""
+    """Whose mpirun it is: openmpi, mpich or other; or srun, in a job of Slurm. ValueError if there is no such command."""
     if shutil.which(launcher) is None:
         raise ValueError(f"{launcher} is not found: expected a command such as mpirun -np 4 python -m mpitrain")
+    if os.path.basename(launcher) == "srun" and env.get("SLURM_JOB_NODELIST"):
+        return "srun"
     if not os.path.basename(launcher).startswith(("mpirun", "mpiexec", "prterun", "orterun")):
         return "other"
     try:

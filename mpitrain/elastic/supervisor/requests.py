@@ -5,9 +5,13 @@ from types import FrameType
 
 
 class Requests:
-    """SIGUSR1, and the first SIGINT, SIGTERM or SIGHUP: save and stop. A second one of the latter: end now. SIGUSR2 is passed on."""
+    """SIGUSR1, and the first SIGINT, SIGTERM or SIGHUP: save and stop. A second one of the latter: end now. SIGUSR2 is passed on.
 
-    def __init__(self) -> None:
+    In a batch job SIGTERM never means to end now: the batch system repeats it, and its SIGKILL follows when the time is over.
+    """
+
+    def __init__(self, *, in_batch_job: bool = False) -> None:
+        self._in_batch_job = in_batch_job
         self.stop = 0
         """the first signal that asked to save and stop, or 0"""
         self.end = 0
@@ -26,7 +30,7 @@ class Requests:
     def _asked(self, signum: int, frame: FrameType | None) -> None:
         if not self.stop:
             self.stop = signum
-        elif signum != signal.SIGUSR1:
+        elif signum != signal.SIGUSR1 and not (self._in_batch_job and signum == signal.SIGTERM):
             self.end = signum
 
     def _record(self, signum: int, frame: FrameType | None) -> None:

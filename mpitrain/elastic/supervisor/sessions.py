@@ -87,7 +87,7 @@ def make(command: Command, environ: Mapping[str, str], hosts: Iterable[str] = ()
 
     None if the launcher is of another MPI, or an option or a file of parameters names a place, or no place can be written to.
     """
-    if command.kind == "mpich" or _is_set(command, environ):
+    if command.kind in ("mpich", "srun") or _is_set(command, environ):
         return None
     given = next((environ[name] for name in VARIABLES if environ.get(name)), None)
     for root in [given] if given else [environ.get("TMPDIR") or "/tmp", "/tmp", "/var/tmp"]:

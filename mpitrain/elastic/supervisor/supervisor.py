@@ -3,17 +3,17 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE, VARIABLES
 from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, probe, sweep
+from mpitrain.elastic.supervisor.batch import Queue, ending_state, is_batch_job
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
@@ -64,7 +64,8 @@ class Supervisor:
     def __init__(self, plan: Plan, folder: RunFolder) -> None:
         self.plan, self.folder = plan, folder
         self.id = uuid.uuid4().hex
-        self._requests = Requests()
+        self._requests = Requests(in_batch_job=is_batch_job())
+        self._queue = Queue(folder.path, say)
         self._progress = Progress()
         self._live: list[str] = [host.name for host in plan.hosts]
         self._lost: list[str] = []
@@ -102,7 +103,7 @@ class Supervisor:
                 if following.action == "end":
                     return self._leave(following, outcome)
                 self._pause(following.pause_s)
-            if self.plan.requeue and self._requests.stop == signal.SIGUSR1 and not self._requests.end:
+            if self._requests.stop == signal.SIGUSR1 and not self._requests.end:
                 self._requeue()  # the limit of time came in a pause
             return 128 + (self._requests.end or self._requests.stop)
         finally:
@@ -141,8 +142,11 @@ class Supervisor:
         done = folder.done()
         if done is not None:
             self._tell_of_first_step(watch)  # of a launch so short that its first step was not seen
+        # Slurm's SIGTERM goes to the ranks, too, and its SIGKILL to what is left: then no rank was lost, and no host answers any more.
+        state = ending_state() if done is None else ""
         if done is None or problem or stop == "rejoin":  # else all has ended by itself
-            self._probe()
+            if not state:
+                self._probe()
             remove(self._segments, began)
             folder.break_lock(watch.alive)
         else:
@@ -151,6 +155,8 @@ class Supervisor:
             self._down_since = ended
         step = watch.alive.step if watch.alive is not None else 0
         problem = problem or f"the job ended without its mark of completion (exit code {job.code})"
+        if state:
+            stop, problem = "batch", f"Slurm ends this job ({state})"
         return Outcome(done, step, stop, problem, is_reduced=watch.trains or has_fewer)
 
     def _attend(self, job: Job, watch: Watch) -> tuple[Any, str]:
@@ -302,7 +308,7 @@ class Supervisor:
 
     def _report(self, outcome: Outcome, following: Next) -> None:
         """The report of the ranks, and one line: the last text that is printed about a launch."""
-        if outcome.done is None:
+        if outcome.done is None and outcome.stop != "batch":
             text = self.folder.report_text()
             if text:
                 say(f"the report of launch {self.folder.launch}:", text)
@@ -333,8 +339,8 @@ class Supervisor:
         lacks_hosts = following.code != 0 and not self._requests.stop and not self._enough()
         if outcome.done is not None and outcome.done.reason in ("finished", "stopped"):
             self._remove_copies()
-        if self.plan.requeue and (ahead_of_limit or lacks_hosts):
-            self._requeue()
+        if (ahead_of_limit or lacks_hosts) and not self._requeue() and self.plan.requeue:
+            return following.code or 1
         if following.code and self._requests.stop not in (0, signal.SIGUSR1):
             return 128 + self._requests.stop
         return following.code
@@ -351,19 +357,15 @@ class Supervisor:
         problem = f"{self._too_few()} within {self.plan.limits.hosts_s:g} s"
         self._event("failure", problem=problem)
         say(f"{problem}; giving up")
-        if self.plan.requeue:
-            self._requeue()
+        self._requeue()
         return 1
 
-    def _requeue(self) -> None:
-        """Have Slurm queue this job again. Slurm then ends it, so nothing may follow."""
+    def _requeue(self) -> bool:
+        """Have Slurm queue this job again, if that was asked for; whether it does. Slurm then ends it, so nothing may follow."""
+        if not self.plan.requeue:
+            return False
         self._clean()
-        command: Sequence[str] = ("scontrol", "requeue", os.environ.get("SLURM_JOB_ID", ""))
-        say(f"{' '.join(command)}: the job waits in the queue, and then goes on")
-        try:
-            subprocess.run(command, timeout=60, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            say(f"the job is not in the queue again: {error}")
+        return self._queue.enter(has_new_step=self._progress.best_step > self.folder.newest_step())
 
 
 def say(line: str, text: str = "") -> None:

@@ -9,8 +9,9 @@ from typing import Literal
 from mpitrain.elastic.supervisor.hosts import Host, as_list, parse_file, parse_list
 from mpitrain.files import no_code, read_named, toml_of
 
-Kind = Literal["openmpi", "mpich", "other"]
-"""The family of the launcher. Of another one (srun, a script) the supervisor knows neither hosts nor numbers of ranks."""
+Kind = Literal["openmpi", "mpich", "srun", "other"]
+"""The family of the launcher. srun is known within a job of Slurm. Of another one (a script) the supervisor knows neither hosts nor
+numbers of ranks."""
 
 _ON_EVENT = "log.on_event"
 _NUMBER = {"np", "n", "c"}
@@ -38,11 +39,19 @@ class Command:
     ranks: int | None = None
     given: tuple[str, ...] = ()
     """The options of the launcher as they were given: so are they used as long as the hosts are the given ones."""
+    most: int | None = None
+    """The number of hosts that the command takes of those, if it says so."""
 
     def on(self, hosts: Sequence[Host], ranks: int | None) -> "Command":
         """The command on these hosts alone."""
         if self.kind == "other":
             return self
+        if self.kind == "srun":
+            num = sum(host.slots for host in hosts) if ranks is None else ranks
+            words = [f"--nodes={len(hosts)}", f"--nodelist={','.join(host.name for host in hosts)}", f"--ntasks={num}"]
+            if {host.slots * len(hosts) for host in hosts} == {num}:
+                words.append(f"--ntasks-per-node={num // len(hosts)}")
+            return replace(self, given=(*words, *self.options))
         words = ["-H" if self.kind == "openmpi" else "-hosts", as_list(hosts)]
         if ranks is not None:
             words += ["-np", str(ranks)]

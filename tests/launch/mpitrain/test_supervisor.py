@@ -13,12 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from extent import extent
 from hosts import need_namespaces
 from launching import ROOT, YIELDS, Result, is_open_mpi, job_environment, run
 from main_job import STEPS, command, losses, metrics
 from run_events import faults
-from slurm_packages import slurm_root
 
 from mpitrain.elastic import marks
 from mpitrain.elastic.folder_lock import FolderLock
@@ -164,33 +162,6 @@ def test_after_the_loss_of_a_host_the_run_goes_on_on_the_other(
     assert (relaunch["event"], relaunch["hosts"]) == ("relaunch", ["host2"])
     # The lock of the dead holder is broken, so that the other host does not wait for its sign of life.
     assert "sign of life" not in result.stdout, str(result)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons need root")
-@pytest.mark.skipif(
-    not extent(False, True), reason="in a full run: it downloads Slurm's packages once, and takes half a minute"
-)
-def test_in_slurm_a_job_goes_on_when_a_node_is_lost(
-    tmp_path: Path, corpus: Path, whole_run: Callable[[int], Path]
-) -> None:
-    need_namespaces()
-    root = slurm_root()
-    if root is None:
-        pytest.skip("Slurm's packages cannot be had here")
-    folder, script = tmp_path / "run", tmp_path / "batch.sh"
-    program = shlex.join([sys.executable, *command(folder, corpus)])
-    script.write_text(
-        f'#!/bin/bash\nexec {sys.executable} -m mpitrain elastic --nodes 1:2 -- "$CLUSTER_MPIRUN" -np "$SLURM_NTASKS" {program}\n'
-    )
-    words = [ROOT / "mpirun/cluster", "run", "-H", "2x1", "--on-head", "--timeout", "110", "--", sys.executable]
-    words += [ROOT / "tests/helpers/slurm_head.py", root, tmp_path, folder, script]
-    result = run(words, cwd=ROOT, env=ON_CLUSTER, timeout_s=118)
-    assert result.returncode == 0, str(result)
-    assert "lost host2" in result.stdout and "JobState=COMPLET" in result.stdout, str(result)
-    assert "elastic: launch 1 on host1:1,host2:1, 2 ranks" in result.stdout, str(result)
-    assert "no answer within 5 s from host2" in result.stdout, str(result)
-    assert "elastic: launch 2 on host1:1, 1 ranks" in result.stdout, str(result)
-    assert losses(folder) == pytest.approx(losses(whole_run(2)), rel=1e-4)
 
 
 # What needs no training: programs that leave marks as the main job does

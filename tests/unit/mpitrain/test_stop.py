@@ -20,6 +20,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(stop, "_requested", False)
     monkeypatch.delenv("MPITRAIN_STOP_FILE", raising=False)
     monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
     before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -54,6 +55,30 @@ def test_the_program_listens_before_it_loads_anything_heavy() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.stdout.split()[1:] == ["True"], answer.stdout + answer.stderr
+
+
+def test_under_srun_sigterm_is_a_request_from_the_first_moment_and_never_the_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm sends it once more at the end of a grace time, while the ranks may still save."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stop.listen()
+        for is_heard_earlier in (False, True):
+            with stop.interrupts_are_requests(rank=0):
+                for _ in range(3):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    assert stop.requested()
+            os.kill(os.getpid(), signal.SIGTERM)  # during the last save
+            assert capfd.readouterr().err == (
+                "" if is_heard_earlier else "mpitrain: stopping after this step, with a checkpoint\n"
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")  # of an mpirun whose daemons srun has started
+    stop.listen()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
