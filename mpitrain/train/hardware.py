@@ -2,7 +2,9 @@
 
 import os
 import resource
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -48,6 +50,32 @@ def share_out(allowed: list[set[int]], rank: int) -> tuple[int, ...]:
     return tuple(everything[rank * each : (rank + 1) * each])
 
 
+def of_job(allowed: list[set[int]], rank: int, asked: int, on_host: int) -> tuple[tuple[int, ...], int, str]:
+    """The cores of local rank `rank`, its number of threads, and one line about a job whose ranks have too few cores, else "".
+
+    `asked`: the cores that the job has for each rank, 0 if that is not known. `on_host`: the cores of the node. Ranks that nobody has
+    bound may run on the cores of other jobs as well: then the result has no cores, and no more threads than `asked`.
+    """
+    cores, everything = share_out(allowed, rank), set.union(*allowed)
+    is_bound = sum(map(len, allowed)) == len(everything) and (len(allowed) > 1 or len(everything) < on_host)
+    if asked and not is_bound and len(everything) > asked * len(allowed):
+        return (), asked, ""
+    threads = max(len(cores), 1)
+    if asked <= threads:
+        return cores, threads, ""
+    problem = (
+        f"the job has {asked} cores for each rank (SLURM_CPUS_PER_TASK), and a rank may run on {threads}: since Slurm 22.05 srun "
+        "must be told: export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the batch script; see also --cpu-bind"
+    )
+    return cores, threads, problem
+
+
+def cores_of_task(environ: Mapping[str, str] = os.environ) -> int:
+    """The cores that a job of Slurm has for each rank; 0 if Slurm has not said so."""
+    said = environ.get("SLURM_CPUS_PER_TASK", "")
+    return int(said) if said.isdecimal() else 0
+
+
 def with_threads(config: Config) -> ParallelConfig:
     """With slices the number of threads must not follow from the number of ranks, because kernels may divide sums by threads."""
     parallel = config.parallel
@@ -58,12 +86,16 @@ def take_hardware(comm: Communicator, config: ParallelConfig) -> Hardware:
     """Choose this rank's hardware on its node, and use it from now on. Collective.
 
     The rank's number within the node selects the GPU. The number of threads comes from the settings, else from OMP_NUM_THREADS, else
-    from the number of the rank's cores.
+    from the number of the rank's cores. If a job's ranks have fewer cores than the job, one rank says so.
     """
-    cores = share_out(comm.node.all_gather_object(os.sched_getaffinity(0)), comm.node.rank)
+    allowed = comm.node.all_gather_object(os.sched_getaffinity(0))
+    cores, most, problem = of_job(allowed, comm.node.rank, cores_of_task(), os.cpu_count() or 1)
+    problems = comm.all_gather_object(problem)
+    if any(problems) and comm.rank == next(rank for rank, each in enumerate(problems) if each):
+        print(f"mpitrain: notice: {problem}", file=sys.stderr, flush=True)
     if config.bind and cores:
         os.sched_setaffinity(0, cores)
-    threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(len(cores), 1)
+    threads = config.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or most
     torch.set_num_threads(threads)
     num_gpus = torch.cuda.device_count()
     if config.device == "cpu" or not num_gpus:

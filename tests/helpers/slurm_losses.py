@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -126,12 +127,12 @@ class Trial:
         try:
             lead = ("--time=2", "--signal=B:USR1@60") if self.event == "limit" else ("--time=10",)
             job = self._submit(*lead)
-            self._look(lambda: self._step >= _BEGIN, "the first steps", 60)
+            self._look(lambda: self._step >= (1 if self.event == "limit" else _BEGIN), "the first steps", 120)
             at = self._step
             job = self._harm(job)
-            self._look(lambda: len(self._starts) > 1, "a further start", 90)
+            self._look(lambda: len(self._starts) > 1, "a further start", 120)
             last, start = self._last, self._starts[1]
-            self._look(lambda: self._step > max(last, start) + 2, "steps after the start", 60)
+            self._look(lambda: self._step > max(last, start) + 2, "steps after the start", 120)
             result = {"at": at, "last": last, "start": start, "lost": last - start}
             self.slurm.tell("scancel", job)
         except SystemExit as error:
@@ -159,12 +160,12 @@ class Trial:
                 step = self._step
                 self._look(lambda: self._step > step + 20, "steps on a drained node", 30)
                 slurm.tell("scontrol", "requeue", job)
-        self._look(lambda: "RUNNING" not in slurm.state(job), "the end of the job", 150)
+        self._look(lambda: not re.match("RUNNING|$", slurm.state(job)), "the end of the job", 150)
         if self.event == "drain":
             slurm.tell("scontrol", "update", "nodename=host2", "state=resume")
         if self.event in ("requeue", "preempt", "drain") or (self.event == "limit" and self._script.stem == "elastic"):
             return job
-        self._look(lambda: not slurm.ask("squeue", "--noheader"), "the end of all processes", 60)
+        self._look(lambda: not slurm.ask("squeue", "--noheader"), "the end of all processes", 120)
         return self._submit("--time=10")
 
     def _submit(self, *words: str) -> str:
