@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import struct
 import threading
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from collectives.diagnosis.ring.links import Link
 _HEAD = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<Q")
 _MAC_BYTES = 32
-_PIECE_BYTES = 1 << 20  # of which the MAC is computed while the next one is received
+_PIECE_BYTES = 1 << 20  # of which the MAC is computed while the next one is sent or received
 _HEAD_MAC, _BODY_MAC, _DONE_MAC = b"copy head", b"copy", b"copy kept"
 
 
@@ -45,9 +46,9 @@ class Transfers:
         head = _HEAD.pack(generation, len(header), len(data))
         self.socket.sendall(head + self._mac(_HEAD_MAC, head).digest())
         with _Hashing(self._mac(_BODY_MAC, head)) as hashing:
-            for part in (header, data):
-                hashing.add(part)
-                self.socket.sendall(part)
+            for piece in _pieces(header, data):
+                self.socket.sendall(piece)
+                hashing.add(piece)
         self.socket.sendall(hashing.mac.digest())
         self._check(self._mac(_DONE_MAC, b""))
         self._number += 1
@@ -63,12 +64,10 @@ class Transfers:
         """Receive the copy after `head`: its data into `data`; returns its header."""
         header = bytearray(head.header_bytes)
         with _Hashing(self._mac(_BODY_MAC, _HEAD.pack(*head))) as hashing:
-            for part in (memoryview(header), data):
-                for at in range(0, len(part), _PIECE_BYTES):
-                    piece = part[at : at + _PIECE_BYTES]
-                    if len(self._received(piece)) < len(piece):
-                        raise ConnectionResetError("the rank that sends a copy has ended")
-                    hashing.add(piece)
+            for piece in _pieces(header, data):
+                if len(self._received(piece)) < len(piece):
+                    raise ConnectionResetError("the rank that sends a copy has ended")
+                hashing.add(piece)
         self._check(hashing.mac)
         return bytes(header)
 
@@ -99,6 +98,12 @@ class Transfers:
         while at < len(view) and (count := self.socket.recv_into(view[at:])):
             at += count
         return view[:at]
+
+
+def _pieces(*parts: bytes | bytearray | memoryview) -> Iterator[memoryview]:
+    for part in parts:
+        view = memoryview(part)
+        yield from (view[at : at + _PIECE_BYTES] for at in range(0, len(view), _PIECE_BYTES))
 
 
 class _Hashing:
