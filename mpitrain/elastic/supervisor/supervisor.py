@@ -144,7 +144,7 @@ class Supervisor:
             self._tell_of_first_step(watch)  # of a launch so short that its first step was not seen
         # Slurm's SIGTERM goes to the ranks, too, and its SIGKILL to what is left: then no rank was lost, and no host answers any more.
         state = ending_state() if done is None else ""
-        if done is None or problem or stop == "rejoin":  # else all has ended by itself
+        if done is None or problem or stop == "rejoin" or self._requests.end:  # else all has ended by itself
             if not state:
                 self._probe()
             remove(self._segments, began)
