@@ -23,7 +23,7 @@ import numpy as np
 
 from collectives.arrays.buffer import address_of
 from collectives.bench.units import show_bytes
-from collectives.diagnosis import together
+from collectives.diagnosis.together import together
 from collectives.files import open_new
 
 _ALIGN = mmap.PAGESIZE
