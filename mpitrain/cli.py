@@ -22,6 +22,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain sample --checkpoint DIR               generate text with a checkpoint (one process, no mpirun)
        python -m mpitrain bench [--peers none,ddp,fsdp]         compare the time of a step (under mpirun; --help shows more)
        python -m mpitrain bench bits [--cases NAME,..]          prove the same bits on other ranks and in other layouts (without mpirun)
+       python -m mpitrain bench calls -- COMMAND                count the calls to the file system of a start (without mpirun)
        python -m mpitrain bench recovery [--trials N]           time the next step after a kill, beside torchrun's (without mpirun)
        python -m mpitrain bench data                            time the reading of documents, beside other libraries (one process)
        python -m mpitrain bench monitoring                      time sinks, report and watch (one process)
@@ -42,6 +43,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain trace RUN --steps N                   trace the next steps of a run (one process; --help shows more)
        python -m mpitrain profile RUN|settings                  say where the time of a step goes (with settings under mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
+       python -m mpitrain pack FILE                             put the environment into one file, to start from (one process)
        python -m mpitrain doctor [--run DIR] [--clean]          check the installation; under mpirun the cluster (--help shows more)
 """
 
@@ -56,6 +58,7 @@ _BENCHES = {
 """The modules of benchmarks under mpirun, by name."""
 _BENCHES_ALONE = {
     "bits": "mpitrain.bench.bits.command",
+    "calls": "mpitrain.bench.calls",
     "data": "mpitrain.bench.data.command",
     "monitoring": "mpitrain.bench.monitoring.command",
     "recovery": "mpitrain.bench.recovery.command",
@@ -124,7 +127,7 @@ def _main(words: list[str]) -> int:
             with comm.together():
                 raise ValueError(
                     f"unknown command {command!r}; expected train, elastic, tokenizer, tokenize, sample, bench, memory, plan, "
-                    "watch, report, diff, trace, profile, schedules, doctor or chaos"
+                    "watch, report, diff, trace, profile, schedules, pack, doctor or chaos"
                 )
     except Exception as error:
         if not collectives.on_all_ranks(error):
@@ -287,6 +290,12 @@ def _page(words: list[str]) -> int:
     return command.main(words)
 
 
+def _pack(words: list[str]) -> None:
+    from mpitrain.doctor.pack import command
+
+    command.main(words)
+
+
 def _trace(words: list[str]) -> int:
     from mpitrain.monitor.trace import command
 
@@ -352,6 +361,7 @@ _ALONE: dict[str, Callable[[list[str]], int | None]] = {
     "chaos": _chaos,
     "diff": _diff,
     "memory": _memory,
+    "pack": _pack,
     "report": _page,
     "sample": _sample,
     "schedules": _schedules,
