@@ -22,9 +22,9 @@ _VARIABLE = "MPITRAIN_LISTEN"
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """The interfaces of this host that are up, each with an address of it."""
+    """The interfaces of this host that are up, each with an address of it. Empty if the system does not tell."""
     found: list[tuple[str, str]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with suppress(OSError):  # an interface without an IPv4 address

@@ -56,11 +56,10 @@ class Link(NamedTuple):
 def connect(place: Place) -> Link | None:
     """A connection to the listener at `place`, or None if it cannot be reached. Tries again while strangers may be in the way."""
     end = time.monotonic() + _ALL_S
-    nearest = {
-        address: at for at, address in enumerate(by_distance([each for each, _ in place.addresses], addresses()))
-    }
-    targets: list[str | tuple[str, int]] = [*sorted(place.addresses, key=lambda each: nearest[each[0]])]
-    targets += [place.name] * bool(place.name)
+    targets: list[str | tuple[str, int]] = [place.name] * bool(place.name)
+    if place.addresses:
+        order = by_distance([address for address, _ in place.addresses], addresses())
+        targets += sorted(place.addresses, key=lambda each: order.index(each[0]))
     unanswered: dict[str | tuple[str, int], int] = {}
     pause_s = PAUSE_S
     while targets:

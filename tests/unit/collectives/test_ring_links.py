@@ -175,6 +175,20 @@ def test_addresses_of_this_host_and_their_order() -> None:
     assert by_distance(theirs, mine) == ["10.77.0.4", "192.168.1.4", "fd00::4", "127.0.0.1", "172.17.0.1"]
 
 
+def test_a_system_that_tells_no_addresses_has_a_ring_within_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(socket, "if_nameindex", refuse)
+    monkeypatch.setattr(addresses, "Path", lambda _: Path("/nowhere"))
+    assert addresses.interfaces() == []
+    listener = Listener(None)
+    made, found = connect(listener.place), listener.close(expected=True)
+    assert made is not None and found is not None
+    made.socket.close()
+    found.socket.close()
+
+
 def test_a_rank_listens_on_the_address_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     assert addresses.towards(["127.0.0.1"]) == LOOPBACK, "the same host"
     assert addresses.towards(["127.0.0.1", "127.0.0.9"]) == LOOPBACK, "127.0.0.9 is in its network"
