@@ -50,7 +50,7 @@ mpi_environment() {
 # Makes a folder for the files of the next mpirun of Open MPI and its daemons, in the place that the user has set, and names it to them.
 # Open MPI's own choice is a folder named by mpirun's process id: after a kill -9 it stays, and no mpirun with this id starts again. By
 # its name alone nobody can tell whose it is. Open MPI refuses a place for all hosts beside one for some, so those of options or files stay.
-# The supervisor does the same for its launches: mpitrain/elastic/supervisor/sessions.py.
+# The supervisor does the same for its launches: mpitrain/elastic/supervisor/mpi_files.py.
 make_session() {
     session='' session_place=''
     local name='^[[:space:]]*(prte|orte)_(local_|remote_)?tmpdir_base[[:space:]]*=' prefix=${mpirun%/*}/..

@@ -20,7 +20,7 @@ import xxhash
 from collectives.files import open_new
 from collectives.transports.node import memory
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
-from mpitrain.elastic.supervisor.sessions import PREFIX, VARIABLES
+from mpitrain.elastic.supervisor.mpi_files import PREFIX, VARIABLES
 
 _LEFT_S = 60.0  # a younger file may belong to a rank that is just making it
 

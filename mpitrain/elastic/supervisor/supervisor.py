@@ -19,10 +19,9 @@ from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
 from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
+from mpitrain.elastic.supervisor.mpi_files import Segment, Sessions, find_segments, remove_segments
 from mpitrain.elastic.supervisor.node_copies import remove_copies
-from mpitrain.elastic.supervisor.remains import Segment, find_segments, remove
 from mpitrain.elastic.supervisor.requests import Requests
-from mpitrain.elastic.supervisor.sessions import Sessions
 from mpitrain.elastic.supervisor.texts import public
 from mpitrain.elastic.supervisor.words import Command, resume_of
 from mpitrain.monitor.record.alerts import Alerts
@@ -147,7 +146,7 @@ class Supervisor:
         if done is None or problem or stop == "rejoin" or self._requests.end:  # else all has ended by itself
             if not state:
                 self._probe()
-            remove(self._segments, began)
+            remove_segments(self._segments, began)
             folder.break_lock(watch.alive)
         else:
             self._clean()

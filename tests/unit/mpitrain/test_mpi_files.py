@@ -12,8 +12,8 @@ import pytest
 from launching import ROOT
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
-from mpitrain.elastic.supervisor import remains
-from mpitrain.elastic.supervisor.sessions import PREFIX, VARIABLES, Session, Sessions, make, script
+from mpitrain.elastic.supervisor import mpi_files
+from mpitrain.elastic.supervisor.mpi_files import PREFIX, VARIABLES, Session, Sessions, make, script
 from mpitrain.elastic.supervisor.words import parse
 
 PRTE, ORTE = VARIABLES
@@ -144,17 +144,17 @@ def test_only_shared_memory_that_the_job_has_made_and_nobody_uses_is_removed() -
         words = [sys.executable, "-c", MAPS, *map(str, files)]
         with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
             assert job.stdout is not None and job.stdout.readline() == b"mapped\n"
-            found = remains.find_segments(f"me-{number}")
+            found = mpi_files.find_segments(f"me-{number}")
             assert {segment.path for segment in found} == {str(path) for path in (old, new, used)}
-            remains.remove(found, since)
+            mpi_files.remove_segments(found, since)
             assert all(path.exists() for path in files), "the job still has them mapped"
         with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
             file.close()
-            remains.remove(found, since)
+            mpi_files.remove_segments(found, since)
         assert [path.exists() for path in files] == [True, False, True, True]
         new.write_bytes(b"another's")
         # the old inode may be given out again
-        remains.remove({segment._replace(inode=segment.inode + 10**6) for segment in found}, since)
+        mpi_files.remove_segments({segment._replace(inode=segment.inode + 10**6) for segment in found}, since)
         assert new.exists()
     finally:
         for path in files:
