@@ -75,6 +75,7 @@ class Supervisor:
         self._reason = "first launch"
         self._back: list[str] = []
         self._is_probed = False
+        self._is_stopped_early = False  # before the first step of the launch
         self._segments: set[Segment] = set()
         self._sessions = Sessions()
         self._indices: dict[str, int] = {}
@@ -183,10 +184,9 @@ class Supervisor:
                         f"{', '.join(self._missing())} can rejoin: the run saves and stops for a relaunch on more hosts"
                     )
             if self._requests.stop and stop != "user":
-                stop = "user"
-                say(
-                    "stopping: the ranks save a checkpoint and end (a second Ctrl-C or SIGTERM ends them now, without one)"
-                )
+                stop, self._is_stopped_early = "user", not watch.trains
+                again = "Ctrl-C" if is_batch_job() else "Ctrl-C or SIGTERM"
+                say(f"stopping: the ranks save a checkpoint and end (a second {again} ends them now, without one)")
             if stop and not told:
                 self.folder.ask_to_stop()
                 # A rank without a handler would die of the signal. It looks for the file later; once rank 0 trains, all have a handler.
@@ -364,7 +364,9 @@ class Supervisor:
         if not self.plan.requeue:
             return False
         self._clean()
-        return self._queue.enter(has_new_step=self._progress.best_step > self.folder.newest_step())
+        # A run that is asked to stop before its first step may do that one: as many jobs as it has steps would be no help.
+        has_new_step = self._progress.best_step > self.folder.newest_step() and not self._is_stopped_early
+        return self._queue.enter(has_new_step=has_new_step)
 
 
 def say(line: str, text: str = "") -> None:

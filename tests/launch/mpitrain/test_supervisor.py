@@ -275,6 +275,24 @@ def test_a_limit_of_time_that_comes_in_a_pause_queues_the_job_again(tmp_path: Pa
     assert "scontrol requeue 17: the job waits in the queue" in result.stderr.splitlines()[-1], str(result)
 
 
+def test_a_job_that_slurm_stops_before_its_first_step_is_not_queued_for_ever(tmp_path: Path) -> None:
+    """A run does the step in progress, so each job would come one step further."""
+    queue, folder = tmp_path / "scontrol", tmp_path / "run"
+    queue.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    queue.chmod(0o755)
+    script = PROGRAM + "while not stop_asked(): time.sleep(0.02)\nrun.done('stopped', 100 + launch_number())"
+    words = [sys.executable, "-m", "mpitrain", "elastic", "--requeue", "--run", str(folder), "--", sys.executable, "-c"]
+    for restarts in ("0", "1"):
+        env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": restarts, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        result = run(
+            [*words, script, "--run", str(folder)],
+            env=env | {"PYTHONPATH": str(ROOT)}, when="launch", send=signal.SIGUSR1, timeout_s=30,
+        )  # fmt: skip
+        assert (result.returncode == 0) == (restarts == "0"), str(result)
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    assert "not queued again: 2 jobs in a row did no new step" in result.stderr.splitlines()[-1], str(result)
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     script = PROGRAM + "run.alive('training', 1); run.alive('training', 2); time.sleep(60)"
