@@ -1,7 +1,6 @@
 """The transports of a communicator for arrays in host memory, each made at its first use, and the choice between them."""
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -11,7 +10,7 @@ import numpy as np
 from collectives.arrays.dtypes import DType
 from collectives.selection.selector import EXACT, WITHIN_NODE, Placement, Selector
 from collectives.selection.table import Table
-from collectives.transports.node.memory import NodeMemory
+from collectives.transports.node.memory import NodeMemory, say_short
 from collectives.transports.node.shared import Shared
 from collectives.transports.node.staged import Staged
 from collectives.transports.transport import Planner, Transport
@@ -19,8 +18,6 @@ from collectives.transports.two_level import TwoLevel
 
 if TYPE_CHECKING:  # importing it starts MPI
     from collectives.transports.encoded import Encoded
-
-_log = logging.getLogger("collectives")
 
 
 class Transports:
@@ -80,8 +77,7 @@ class Transports:
             self._planners |= {"staged": staged, "shared": self.shared}
         except OSError as error:
             self._infeasible |= dict.fromkeys(WITHIN_NODE, str(error))
-            if self._mpi.rank == 0:
-                _log.warning("collectives on this node go through MPI instead of its memory: %s", error)
+            say_short(self._mpi.rank, f"collectives on this node go through MPI instead of its memory: {error}")
 
     def _join(self, node: "Transports") -> None:
         """Use the transports of this rank's node, on a communicator that may span several nodes."""

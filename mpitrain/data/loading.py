@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives import Communicator
+from collectives.transports.node.memory import say_short
 from mpitrain.config import ConfigError, DataConfig, SourceConfig
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.checksums import is_checksum_list
@@ -100,7 +101,10 @@ def load_data(
 
 
 def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Corpus:
-    """List the files on rank 0, read them on one rank of each node. Collective; ValueError on all ranks if that fails."""
+    """List the files on rank 0, read them on one rank of each node. Collective; ValueError on all ranks if that fails.
+
+    If a node's shared memory has too little room, each of its ranks reads them for itself.
+    """
 
     def listed() -> Listing:
         scanned = partial(scan, config.path, config.suffixes, follow_links=config.follow_links, field=config.field)
@@ -112,9 +116,14 @@ def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Cor
     listing = on_rank0(comm, listed)
 
     def read(part: Part) -> np.ndarray:
-        tokens = comm.node.shared(part.num_tokens, np.uint8)
+        reads = comm.node.rank == 0
+        try:
+            tokens: np.ndarray = comm.node.shared(part.num_tokens, np.uint8)
+        except OSError as error:  # on all ranks of the node
+            say_short(comm.node.rank, f"each rank of this node has its own copy of the data: {error}")
+            tokens, reads = np.empty(part.num_tokens, np.uint8), True
         with comm.together():
-            if comm.node.rank == 0:
+            if reads:
                 read_into(part, tokens)
         return tokens
 

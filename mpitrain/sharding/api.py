@@ -7,7 +7,7 @@ of the shards, follow torch's FSDP (Zhao et al., VLDB 2023).
 """
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
+from collectives.transports.node.memory import say_short
 from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_renamed, mark_replaced
@@ -37,6 +38,7 @@ from mpitrain.sharding.setup.options import (
 )
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.setup.readiness import check_names
+from mpitrain.sharding.setup.room import NewUnit, lacks_room
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import Cut
@@ -146,14 +148,16 @@ def fully_shard(
     are_kept = {id(part) for part in kept}
     within_kept = {id(inner) for part in kept for inner in part.modules() if inner is not part}
 
-    def shard_part(part: nn.Module) -> None:
-        its = policy
-        if part is not module:
-            its = replace(policy, output_dtype=None)  # only the output of the whole module is cast
+    def policy_of(part: nn.Module) -> MixedPrecisionPolicy:
         if id(part) in within_kept:
-            its = replace(policy.of_kept(), output_dtype=None)  # the modules around it compute in fp32, too
-        elif id(part) in are_kept:
-            its = policy.of_kept()
+            return replace(policy.of_kept(), output_dtype=None)  # the modules around it compute in fp32, too
+        if id(part) in are_kept:
+            return policy.of_kept()
+        # Only the output of the whole module is cast.
+        return policy if part is module else replace(policy, output_dtype=None)
+
+    def shard_part(part: nn.Module) -> None:
+        its = policy_of(part)
         kinds = _by_kind(part, names[id(part)], options.ignored, ranks.wired, has_slices=bool(options.slices))
         unit = Unit(
             ranks, [_flat(params, ranks, its, options, num_group, slices_of_step) for params in kinds], its,
@@ -173,6 +177,10 @@ def fully_shard(
         part._unit = unit  # type: ignore[assignment]
         guard(part)  # type: ignore[arg-type]
 
+    if options.storage == "auto" and stage > 0:
+        new = _new_units([*kept, *blocks, module], policy_of, options)
+        if new and lacks_room(new, units_of(module), ranks):
+            options = replace(options, storage="private")
     for whole in (*blocks, module):
         inside = {id(part) for part in whole.modules() if part is not whole}
         for part in kept:
@@ -210,6 +218,31 @@ def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
     return []
 
 
+def _new_units(
+    parts: Iterable[nn.Module], policy_of: Callable[[nn.Module], MixedPrecisionPolicy], options: Options
+) -> list[NewUnit]:
+    """The units of `parts`, inner ones first, with the parameters on the CPU that no unit has yet."""
+    seen, units = options.ignored, []
+    for part in parts:
+        params = [
+            param
+            for param in part.parameters()
+            if id(param) not in seen
+            and box_of(param) is None
+            and not is_ignored(param)
+            and _home(param, options).type == "cpu"
+        ]
+        seen |= {id(param) for param in params}
+        if params:
+            units.append(NewUnit(params, policy_of(part)))
+    return units
+
+
+def _home(param: nn.Parameter, options: Options) -> torch.device:
+    """The device of a full parameter once it has memory."""
+    return torch.device(options.device or "cpu") if param.device.type == "meta" else param.device
+
+
 def _flat(
     params: NamedParams,
     ranks: DataParallelRanks,
@@ -223,9 +256,7 @@ def _flat(
     if ranks.wired.encodes_weights and original.ndim < 2:
         # As in ZeRO++, where small parameters are not gathered: an error of gains near 1 changes all activations.
         ranks = ranks._replace(wired=ranks.wired._replace(weights=ranks.shard, encodes_weights=False))
-    device = original.device
-    if device.type == "meta":
-        device = torch.device(options.device or "cpu")
+    device = _home(original, options)
     if options.storage == "resident" and device.type != "cpu":
         raise ValueError(f"storage='resident' needs parameters on the CPU; these are on {device}; use storage='auto'")
     if device.type == "cpu":
@@ -257,7 +288,7 @@ def _storage(
         reason = next(text for text in problems if text)
         if options.storage == "resident":
             raise OSError(reason) from problem
-        _log.info("full parameters are private from now on: %s", reason)
+        say_short(ranks.data_parallel.rank, f"fully_shard: full parameters are in private memory from now on: {reason}")
     if options.stage < 3 or ranks.shard.size == 1:
         return Kept(shapes, ranks.wired.weights, dtype, device, cut=options.cut)
     group = None if num_group is None else group_for_weights(ranks, num_group)

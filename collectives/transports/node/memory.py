@@ -7,11 +7,13 @@ The memory is a file in the node's shared-memory file system. Every rank maps it
 however the job ends. MPI windows are not used because they do not survive a dead rank.
 """
 
+import logging
 import mmap
 import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +29,33 @@ from collectives.diagnosis.together import together
 from collectives.files import open_new
 
 _ALIGN = mmap.PAGESIZE
+_log = logging.getLogger("collectives")
 
 
 def folder() -> Path:
     """The folder of the shared-memory files: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
     chosen = os.environ.get("MPITRAIN_SHM_DIR", "/dev/shm")
     return Path(chosen if "MPITRAIN_SHM_DIR" in os.environ or os.path.isdir(chosen) else gettempdir())
+
+
+def room() -> int:
+    """The bytes that are free in `folder`; 0 if this process cannot make a file there."""
+    try:
+        there = os.statvfs(folder())
+    except OSError:
+        return 0
+    is_usable = not there.f_flag & os.ST_RDONLY and os.access(folder(), os.W_OK | os.X_OK)
+    return there.f_bavail * there.f_frsize if is_usable else 0
+
+
+_said = False
+
+
+def say_short(rank: int, text: str) -> None:
+    """Print, on rank 0 of those that lack node memory and once in a process, what they do without it."""
+    global _said
+    _log.log(logging.INFO if rank or _said else logging.WARNING, "%s", text)
+    _said = True
 
 
 @dataclass(frozen=True)
@@ -95,7 +118,7 @@ class NodeMemory:
                 if length != length_0:
                     raise ValueError(f"{length} bytes asked for here, {length_0} on rank 0")
                 if mpi.rank == 0:
-                    fd = open_new(path, 0o600)
+                    fd = self._open(path)
                     os.ftruncate(fd, length)
             with together(mpi, doing):
                 fd = os.open(path, os.O_RDWR) if fd < 0 else fd
@@ -109,7 +132,8 @@ class NodeMemory:
             if fd >= 0:
                 os.close(fd)
             if mpi.rank == 0:
-                Path(path).unlink(missing_ok=True)
+                with suppress(OSError):  # it may not be there, and the folder may be read-only
+                    Path(path).unlink()
         flat = np.frombuffer(mapping, np.uint8)
         _shares[mapping] = length // mpi.size
         self._num_allocated += 1
@@ -122,6 +146,15 @@ class NodeMemory:
         self._starts, self._numbers = [segment.address for segment in segments], list(self._segments)
         _tell(self._listeners)
         return flat
+
+    @staticmethod
+    def _open(path: str) -> int:
+        try:
+            return open_new(path, 0o600)
+        except OSError as error:  # the folder is not there, or read-only
+            raise type(error)(
+                f"{error}; set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
+            ) from None
 
     @staticmethod
     def _reserve(fd: int, start: int, length: int) -> None:

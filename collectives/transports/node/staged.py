@@ -18,12 +18,13 @@ from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import reduce_into
 from collectives.transports.node import pulls as exchanges
 from collectives.transports.node.meeting import WORDS, Meeting
-from collectives.transports.node.memory import NodeMemory
+from collectives.transports.node.memory import NodeMemory, say_short
 from collectives.transports.node.pulls import ByPulling, Pull
 from collectives.transports.transport import even_parts, parts
 
 _RING_BYTES = 2 << 20  # of one rank
 _NODE_BYTES = 64 << 20  # the most for all ranks of a node
+_LESS_BYTES = 1 << 18  # of one rank's ring where node memory has too little room for the others
 _PIECES = 2  # pieces of the greatest length in a ring
 # Up to this sum of all ranks' arrays each rank adds whole arrays. Above it each rank adds a slice, which takes a second meeting. Two
 # ranks always add whole arrays, because slices would save no reads; but not in fp16 and bf16, whose addition costs more than reads.
@@ -31,6 +32,12 @@ _ADD_ALL_BYTES = 1 << 16
 _LINE = 64  # bytes of a cache line
 _PLANNED_BYTES = 1 << 21  # in longer operations the time saved by a plan is negligible
 _PLACES = 64  # places in the ring where a piece may begin: few, because a plan keeps prepared turns for each place
+
+
+def ring_bytes(size: int) -> int:
+    """The node memory of the ring of each of `size` ranks, in bytes; one rank has none."""
+    return min(_RING_BYTES, _NODE_BYTES // size) if size > 1 else 0
+
 
 Reduction = Callable[[np.ndarray, list[np.ndarray]], None]  # target, addends
 
@@ -52,11 +59,13 @@ class Staged(ByPulling):
     def __init__(self, mpi: Any) -> None:
         self._rank, self._size = mpi.rank, mpi.size
         self._memory = NodeMemory(mpi)
-        words = memoryview(self._memory.shared(8 * WORDS * mpi.size)).cast("Q")  # type: ignore[arg-type]
-        self._meet = Meeting(mpi, words).meet
-        ring = min(_RING_BYTES, _NODE_BYTES // mpi.size)
-        self._step = max(ring // _PLACES // _LINE, 1) * _LINE  # bytes from place to place
-        self._ring_bytes = _PLACES * self._step
+        # The smallest rings are there from the start, so that no later call lacks memory: see `_make_rings`. A piece of them holds an
+        # element of 16 bytes for each rank.
+        least = _PLACES * _step(_PIECES * 16 * mpi.size)
+        lengths = [8 * WORDS * mpi.size, *[least] * mpi.size]
+        board, *self._least = (self._memory.shared(sum(lengths))[slice(*part)] for part in parts(lengths))
+        self._meet = Meeting(mpi, memoryview(board).cast("Q")).meet  # type: ignore[arg-type]
+        self._step = self._ring_bytes = 0  # bytes from place to place, and of a ring
         self._next = 0  # byte of the ring where the next piece may begin; the same on all ranks
         self._rings: list[np.ndarray] = []  # all ranks' rings, allocated at the first use
         self._views: dict[np.dtype, list[np.ndarray]] = {}  # the rings as elements of a dtype
@@ -193,16 +202,29 @@ class Staged(ByPulling):
             yield _Turn(shows, takes=takes)
 
     def _pieces(self, length: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Starts and lengths of the pieces of `length` items of `itemsize` bytes."""
+        """Starts and lengths of the pieces of `length` items of `itemsize` bytes. The first call is collective."""
+        if length and not self._rings:
+            self._make_rings()
         width = max(self._ring_bytes // _PIECES // itemsize, 1)
         for start in range(0, length, width):
             yield start, min(width, length - start)
 
+    def _make_rings(self) -> None:
+        """Make all ranks' rings: shorter ones where node memory has become short, which changes no sum. Collective."""
+        most = ring_bytes(self._size)
+        for nbytes in (most, min(_LESS_BYTES, most)):
+            try:
+                rings = self._memory.peers(self._memory.empty(_PLACES * _step(nbytes)))
+                break
+            except OSError as error:  # on all ranks
+                say_short(self._rank, f"collectives on this node take more and shorter steps: {error}")
+        else:
+            rings = self._least
+        self._rings, self._step, self._ring_bytes = rings, rings[0].nbytes // _PLACES, rings[0].nbytes
+
     def _places(self, dtype: np.dtype, length: int) -> list[np.ndarray]:
-        """The place of each rank's next piece of `length` elements. The first call is collective."""
+        """The place of each rank's next piece of `length` elements, which `_pieces` has given."""
         if dtype not in self._views:
-            if not self._rings:
-                self._rings = self._memory.peers(self._memory.empty(self._ring_bytes))
             self._views[dtype] = [ring.view(dtype) for ring in self._rings]
         # The room is a power of two steps and begins at a multiple of itself, so consecutive pieces never overlap, also at the wrap.
         room = self._step << (-(-length * dtype.itemsize // self._step) - 1).bit_length()
@@ -210,3 +232,8 @@ class Staged(ByPulling):
         self._next = begin + room
         begin //= dtype.itemsize
         return [ring[begin : begin + length] for ring in self._views[dtype]]
+
+
+def _step(nbytes: int) -> int:
+    """The bytes from place to place in a ring of about `nbytes`: whole cache lines."""
+    return max(nbytes // _PLACES // _LINE, 1) * _LINE

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from collectives.transports.node.staged import ring_bytes
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data import scan
 from mpitrain.data.loading import has_documents
@@ -13,6 +14,7 @@ from mpitrain.models import build, num_parameters
 from mpitrain.plan.memory.stage_ranks import stage_rank, take_stages
 from mpitrain.plan.memory.step import StepRank, measure, takes_grads_over, units_of
 from mpitrain.plan.memory.tensor_ranks import TensorRank, cut
+from mpitrain.sharding.unit.host_arrays import gradient_buffers
 from mpitrain.sharding.unit.layout import Layout, lay_out
 
 Shapes = tuple[tuple[tuple[int, ...], ...], ...]
@@ -29,8 +31,6 @@ COMPILER_BYTES = 70_000_000
 """torch's compiler, which torch's checkpoints of activations import."""
 LIBRARY_BYTES = 122_000_000
 """The pages of the libraries' files, which all processes of a node share."""
-RING_BYTES = 2 << 20
-"""The node's shared memory that collectives use per rank: see collectives/transports/node/staged.py."""
 HEAP_SHARE = 1.0
 """The most freed memory that glibc's heap keeps between pieces in use, as a share of the activations. The fragmentation of the heap
 differs between two runs of one command. Measured: 0.2 to 1.0, twice 1.3 to 1.5 (stage 1, and a progress thread)."""
@@ -115,7 +115,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
             config.data.path, config.data.suffixes, config.data.heldout, follow_links=config.data.follow_links
         )
         data_bytes = corpus.train.num_tokens + corpus.heldout.num_tokens
-    ring_bytes = RING_BYTES if on_node > 1 else 0
+    rings = ring_bytes(on_node)
     # Two generations; on several nodes each also for a rank of another node, and after a loss the one before them.
     num_copies = (2 if num_nodes == 1 else 6) if config.train.elastic and config.train.copy_every else 0
     has_momentum = parallel.outer == "nesterov" and parallel.outer_momentum > 0
@@ -135,27 +135,29 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         full_bytes = sum(layout.numel for layout in part.layouts) * getattr(torch, parallel.param_dtype).itemsize
         num_beside = _num_beside(rank, parallel.tensor, num_data, group, on_node)
         lasting = {"resident": full_bytes // num_beside, "kept": full_bytes, "gathered": 0}[storage]
-        num_buffers = 0 if num_data == 1 and not config.train.slices else min(len(counts), 2)
+        num_buffers, longest = gradient_buffers([layout.numel for layout in part.layouts])
+        if num_data == 1 and not config.train.slices:
+            num_buffers = 0
         return {
             "parameters": 0 if in_place else held,
             "gradients": step["gradients"] + is_apart * reduce_bytes * (max(counts) if num_data > 1 else part.longest),
             "optimizer": (num_means + num_outer) * held,
             "full parameters": lasting + step["full parameters"],
-            "gradient buffers": num_buffers * max(layout.numel for layout in part.layouts) * reduce_bytes,
+            "gradient buffers": num_buffers * longest * reduce_bytes,
             "activations": step["activations"],
             "shared activations": step["shared activations"],
             "allocator": int(heap_share * step["heap"]),
             "data": data_bytes // on_node,
             "checkpoint": num_kept[data_rank >= group] * held if config.checkpoint.background else 0,
             "copies": num_copies * num_kept[data_rank >= group] * held,
-            "process": process_bytes + LIBRARY_BYTES // on_node + ring_bytes,
+            "process": process_bytes + LIBRARY_BYTES // on_node + rings,
         }
 
     ranks = [of_rank(rank) for rank in range(num_ranks)]
     nodes = [ranks[first : first + on_node] for first in range(0, num_ranks, on_node)]
     sums = [{kind: sum(rank[kind] for rank in node) for kind in KINDS} for node in nodes]
     most = max(sums, key=lambda node: sum(node.values()))
-    in_shared = most["data"] + most["gradient buffers"] + most["shared activations"] + ring_bytes * on_node
+    in_shared = most["data"] + most["gradient buffers"] + most["shared activations"] + rings * on_node
     in_shared += most["copies"]
     return Prediction(
         num_ranks=num_ranks,

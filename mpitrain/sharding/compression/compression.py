@@ -34,6 +34,7 @@ from mpitrain.optim.spread import counts_in_norms
 from mpitrain.parts import part_of
 from mpitrain.sharding.compression.method import Method
 from mpitrain.sharding.unit.gradients import Gradients
+from mpitrain.sharding.unit.host_arrays import host_arrays
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 
@@ -244,7 +245,7 @@ class Compression:
         if device.type != "cpu":
             return torch.empty(numel, device=device)
         if self._room is None or self._room.numel() < numel:
-            self._room = self.local.empty(numel, torch.float32)
+            (self._room,) = host_arrays(self.local, torch.float32, numel, 1)
         return self._room[:numel]
 
     def _first_round(self, own: Sequence[_Gradient]) -> list[torch.Tensor]:

@@ -41,6 +41,7 @@ from collectives import Communicator
 from mpitrain.sharding.step.route import Expected
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.gradients import Gradients
+from mpitrain.sharding.unit.host_arrays import gradient_buffers, host_arrays
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
 
@@ -110,10 +111,10 @@ class Reducer:
             if gradients.on_host and not gradients.adopts:
                 lengths.setdefault(self._kind(unit.ranks, gradients), []).append(gradients.layout.numel)
         for kind, of_each in lengths.items():
-            (peers, dtype), longest, count = kind, max(of_each), min(len(of_each), 2)
+            (peers, dtype), (count, longest) = kind, gradient_buffers(of_each)
             there = self._buffers.get(kind)
             if there is None or len(there) < count or there[0].numel() < longest:
-                self._buffers[kind] = deque(peers.node.empty(longest, dtype) for _ in range(count))
+                self._buffers[kind] = host_arrays(peers, dtype, longest, count)
 
     @staticmethod
     def _kind(ranks: DataParallelRanks, gradients: Gradients) -> tuple[Communicator, torch.dtype]:

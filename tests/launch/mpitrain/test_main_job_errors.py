@@ -158,15 +158,16 @@ def test_a_checkpoint_of_another_model_or_of_something_else(corpus: Path, tmp_pa
     assert (folder / "config.toml").read_text() == before
 
 
-def test_full_shared_memory(corpus: Path, tmp_path: Path) -> None:
+def test_full_shared_memory(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
+    """The run does without node memory, and says so in one line."""
     try:
         with small_disk(tmp_path / "shm", 64 << 10):
             result = train(2, tmp_path / "run", corpus, env={"MPITRAIN_SHM_DIR": str(tmp_path / "shm")})
             assert list((tmp_path / "shm").iterdir()) == []
     except PermissionError as error:
         pytest.skip(f"a small file system cannot be mounted here: {error}")
-    said = error_line(result)
-    assert f"in {tmp_path}/shm" in said and "No space left on device" in said and "set MPITRAIN_SHM_DIR" in said
+    assert result.returncode == 0, str(result)
+    assert (result.stdout + result.stderr).count("set MPITRAIN_SHM_DIR") == 1, str(result)
 
 
 def test_a_disk_that_fills_up(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
