@@ -100,8 +100,9 @@ class TrainConfig:
     """Held-out batches per evaluation; 0: no evaluations."""
     eval_only: bool = False
     """Evaluate the checkpoint, and do not train."""
-    sample_bytes: int = 400
-    """Length of the sample, a text that the model generates at the end of the run; 0: no sample."""
+    sample_bytes: int | None = None
+    """Length of the sample, a text that the model generates at the end of the run; 0: no sample; None: 400, in a batch job (of Slurm or
+    PBS) 0."""
     sample_prompt: str = "def "
     """The beginning of the sample."""
     sample_temperature: float = 0.8
@@ -127,10 +128,11 @@ class TrainConfig:
             "seed",
             "eval_every",
             "eval_batches",
-            "sample_bytes",
             "sample_temperature",
         ):
             expect(f"train.{name}", getattr(self, name), 0)
+        if self.sample_bytes is not None:
+            expect("train.sample_bytes", self.sample_bytes, 0)
         if self.slices < 0 or self.slices.bit_count() > 1:
             raise ConfigError(f"train.slices: expected a power of two, or 0, got {self.slices}")
         if self.slices and self.batch % self.slices:
@@ -142,7 +144,7 @@ class TrainConfig:
             raise ConfigError(
                 "train.accumulate: with train.slices the slices are the micro-batches; expected only one of the two"
             )
-        if self.sample_bytes and not self.sample_prompt:
+        if self.sample_bytes != 0 and not self.sample_prompt:
             raise ConfigError("train.sample_prompt: expected at least one character, got none")
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from collectives import Communicator, network_bytes
 from collectives.texts import without_secrets
+from collectives.version import release
 from mpitrain.config import Config
 from mpitrain.monitor.adding import Added, Moment
 from mpitrain.monitor.gauges.phases import CpuClock, StepClock
@@ -134,7 +135,7 @@ class Monitor:
                 "begin", step=self._step, source=source, ranks=self._comm.size, hosts=self._hosts, device=device, threads=threads,
                 environment=dict(environment), layout=dict(layout), work=works, parameters=parameters, tokens_per_step=tokens_per_step,
                 flops_per_s=peak_flops_per_s, vendor_flops_per_s=vendor_flops_per_s,
-                memory_bytes_of_rank=memory_bytes_of_rank,
+                memory_bytes_of_rank=memory_bytes_of_rank, release=str(release()),
             )  # fmt: skip
 
     @property

@@ -12,6 +12,7 @@ import collectives
 from collectives import Communicator, recovery
 from mpitrain.config import Config
 from mpitrain.elastic.marks import Reason, launch_number
+from mpitrain.elastic.supervisor.batch import is_batch_job
 from mpitrain.files import replace
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.models.draws import seed_all
@@ -38,6 +39,8 @@ from mpitrain.train.shared_folder import SharedFolder
 from mpitrain.train.steps.step import GoBackError, TrainStep
 from mpitrain.train.workload import Workload, check_evaluation, check_settings
 from mpitrain.weights.state import OnDisk
+
+_SAMPLE_BYTES = 400
 
 
 class Trainer:
@@ -116,12 +119,18 @@ class Trainer:
         self.state.step += 1
         return metrics, is_asked
 
+    @property
+    def _num_sampled(self) -> int:
+        """The length of the sample."""
+        asked = self.config.train.sample_bytes
+        return asked if asked is not None else 0 if is_batch_job() else _SAMPLE_BYTES
+
     def sample(self) -> str:
         """The text that the model generates after the prompt."""
         train, tokenizer = self.config.train, self._work.tokenizer
         assert tokenizer is not None
         text = write(
-            tokenizer, self.passes.last_logits, train.sample_prompt, num=train.sample_bytes,
+            tokenizer, self.passes.last_logits, train.sample_prompt, num=self._num_sampled,
             context=self.model.config.context, temperature=train.sample_temperature, seed=train.seed,
             device=self.hardware.device,
         )  # fmt: skip
@@ -277,7 +286,8 @@ class Trainer:
             self._say(f"{self.stepper.num_skipped} of {self.step} steps were skipped: {why}")
         if stopped:
             self._say(f"stopped after step {self.step} as asked; the same command goes on from there")
-        elif config.train.sample_bytes and self._work.tokenizer is not None:
+        elif self._num_sampled and self._work.tokenizer is not None:
+            self._say(f"making a sample of {self._num_sampled} bytes (train.sample_bytes 0: none)")
             self._say("sample:\n" + self.sample())
         return stopped
 

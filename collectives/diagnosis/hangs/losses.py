@@ -143,7 +143,10 @@ def unreached(pairs: Sequence[tuple[int, int]], roster: Roster) -> str:
     one, other = pairs[0]
     others = len(pairs) - 1
     more = f", and {others} more pair{'s' * (others > 1)} of neighbours" if others else ""
+    cause = "perhaps a firewall blocks TCP between them"
+    if roster.members[one].host == roster.members[other].host:  # no network is between them
+        cause = "perhaps they are in containers that share no /dev/shm (or MPITRAIN_SHM_DIR), or of different users"
     return (
-        f"notice: no connection from {roster.name(one)} to {roster.name(other)}{more}; perhaps a firewall blocks TCP between them. "
+        f"notice: no connection from {roster.name(one)} to {roster.name(other)}{more}; {cause}. "
         "The death of a rank there is then detected by its other neighbour, or at the deadline alone (MPITRAIN_DEADLINE_S)"
     )

@@ -52,6 +52,7 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(
         ("time", "event", "host", "device", "source", "path", "problem", "report", "words", "cause", "sink", "reason", "why"), str
     ),
+    "release": str,
     "hosts": Annotated[list[str], msgspec.Meta(max_length=MOST_RANKS)],
     "layout": Annotated[dict[str, _Count], msgspec.Meta(max_length=_MOST_FACTS)],
     "environment": Annotated[dict[str, str], msgspec.Meta(max_length=_MOST_FACTS)],

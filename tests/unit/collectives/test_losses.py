@@ -189,3 +189,11 @@ def test_a_read_of_a_dead_rank_s_memory_is_a_loss(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loss.Known, "since", None)
     read()
     assert loss.Known.since is not None
+
+
+def test_a_firewall_is_suspected_between_hosts_alone() -> None:
+    assert "rank 1 on a (process 32) to rank 2 on b (process 31); perhaps a firewall" in losses.unreached(
+        [(1, 2)], ROSTER
+    )
+    within = losses.unreached([(0, 1)], ROSTER)
+    assert "firewall" not in within and "containers that share no /dev/shm" in within
