@@ -1,24 +1,19 @@
 """A run in Weights & Biases. It is called by program.py alone."""
 
-import errno
-import json
 import os
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from mpitrain.files import OddFileError, blocks_of_lines, check_own, open_regular
+from mpitrain.files import check_own
 from mpitrain.monitor.sinks.sink import About
-
-_MOST_ROWS = 1_000_000
-"""Of steps that are computed again."""
+from mpitrain.monitor.sinks.wandb_rows import Rows
 
 
 class WandbRun:
     """The run in the project `About.project`. Its files are in RUN/wandb. W&B's own variables apply, such as WANDB_MODE=offline.
 
-    W&B numbers rows by itself, and cannot take rows back. A step that is computed again after a crash has the same bits, so its row is
-    left out: `RUN/wandb.rows` has the losses of the rows that W&B has. If the loss is another one, W&B gets a second row of the step.
+    W&B numbers rows, and cannot take rows back. A step that is computed again after a crash has the same bits, so its row is left out:
+    `RUN/wandb.rows` has the losses and the numbers of the rows that W&B has. If the loss is another one, W&B gets a second row of the
+    step. Offline W&B knows nothing of an earlier start, and would begin at 0 again; its server takes no row with an earlier number.
     """
 
     def __init__(self, about: About, run_id: str) -> None:
@@ -38,20 +33,17 @@ class WandbRun:
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        path = about.folder / "wandb.rows"
-        self._earlier: set[str] = set()
-        with suppress(FileNotFoundError):
-            self._earlier = _later_rows(path, about.steps_done)
-        self._rows = os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", buffering=1)
-        self._rows.writelines(f"{line}\n" for line in sorted(self._earlier, key=_step_of))
+        self._rows = Rows(about.folder / "wandb.rows", about.steps_done)
+        self._rows.next_number = max(
+            self._rows.next_number, self._run.starting_step
+        )  # which its server tells, if it is online
 
     def log(self, step: int, figures: dict[str, float]) -> None:
         """See Tool."""
-        row = json.dumps([step, figures.get("loss"), figures.get("heldout_loss")])
-        if row in self._earlier:
+        if self._rows.has(step, figures):
             return
-        self._run.log({"step": step, **figures})
-        self._rows.write(row + "\n")
+        self._run.log({"step": step, **figures}, step=self._rows.next_number, commit=True)
+        self._rows.add(step, figures)
 
     def alert(self, title: str, text: str) -> None:
         """See Tool."""
@@ -70,23 +62,3 @@ def _nested(settings: dict[str, Any]) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[key] = setting
     return nested
-
-
-def _later_rows(path: Path, steps_done: int) -> set[str]:
-    """The rows of steps after `steps_done`. OSError if the file is none that a run has written."""
-    found: set[str] = set()
-    for block, _ in blocks_of_lines(path):
-        found.update(line for line in block.decode(errors="replace").splitlines() if _step_of(line) > steps_done)
-        if len(found) > _MOST_ROWS:
-            raise OddFileError(
-                errno.EFBIG, f"it has more than {_MOST_ROWS:,} rows after step {steps_done:,}", str(path)
-            )
-    return found
-
-
-def _step_of(row: str) -> int:
-    """The step of a line of wandb.rows; 0 if a kill has cut the line."""
-    try:
-        return int(json.loads(row)[0])
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-        return 0

@@ -19,7 +19,17 @@ import pytest
 
 from mpitrain.config import ConfigError
 from mpitrain.files import make_folder
-from mpitrain.monitor.sinks import About, Sink, check_sinks, csv_file, make_sinks, outside, program, wandb_run
+from mpitrain.monitor.sinks import (
+    About,
+    Sink,
+    check_sinks,
+    csv_file,
+    make_sinks,
+    outside,
+    program,
+    wandb_rows,
+    wandb_run,
+)
 from mpitrain.monitor.trace import session
 
 SETTINGS = {
@@ -132,7 +142,7 @@ def test_files_of_sinks_that_no_run_has_written(tmp_path: Path, monkeypatch: pyt
         sink.step(4, {"loss": 1.0})
         sink.close()
         with pytest.raises(OSError, match="it has a line of more than"):
-            wandb_run._later_rows(rows_of_wandb, 0)
+            wandb_rows.Rows(rows_of_wandb, 0)
         assert tracemalloc.get_traced_memory()[1] < 100e6
     finally:
         tracemalloc.stop()
@@ -140,11 +150,28 @@ def test_files_of_sinks_that_no_run_has_written(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(b"step,loss\n1,2.0\n2,\xff\n3,1.0\n")
     opened("csv", tmp_path, steps_done=3).close()
     assert path.read_text() == "step,loss\n1,2.0\n"
-    rows_of_wandb.write_text("[1, 0.5, null]\n[2, 0.5, null]\n[3, 0.5, null]\n[[[[\n7\n[1e999]\n")
-    assert wandb_run._later_rows(rows_of_wandb, 1) == {"[2, 0.5, null]", "[3, 0.5, null]"}
-    monkeypatch.setattr(wandb_run, "_MOST_ROWS", 1)
+    odd = f"[[[[\n7\n[1e999]\n{{}}\n[4, 0.5, null, -1]\n[4, 0.5, null, {1 << 62}]\n[true, 0.5, null]\n[4, [], null]\n[4, 0.5, nul"
+    rows_of_wandb.write_text(f"[1, 0.5, null]\n[2, 0.5, null, 1]\n[3, 0.5, null]\n{odd}")
+    its = wandb_rows.Rows(rows_of_wandb, 1)
+    assert [its.has(step, {"loss": 0.5}) for step in (1, 2, 3, 4)] == [False, True, True, False]
+    assert (its.next_number, rows_of_wandb.read_text()) == (3, "[2, 0.5, null, 1]\n[3, 0.5, null, 2]\n")
+    its.close()
+    monkeypatch.setattr(wandb_rows, "_MOST_ROWS", 1)
     with pytest.raises(OSError, match="it has more than 1 rows after step 1"):
-        wandb_run._later_rows(rows_of_wandb, 1)
+        wandb_rows.Rows(rows_of_wandb, 1)
+
+
+def test_rows_of_wandb_are_numbered_over_all_starts(tmp_path: Path) -> None:
+    """Also those of starts that have added none, that go back, and that have a step again with another loss."""
+    path, numbers = tmp_path / "wandb.rows", []
+    for steps_done, steps in ((0, (1, 2, 3)), (3, ()), (3, (4,)), (2, (3, 4, 5)), (9, ()), (9, (10,))):
+        its = wandb_rows.Rows(path, steps_done)
+        for step in steps:
+            if not its.has(step, {"loss": steps_done + step, "grad_norm": 1.0}):
+                numbers.append(its.next_number)
+                its.add(step, {"loss": steps_done + step})
+        its.close()
+    assert numbers == list(range(8))
 
 
 def test_a_folder_of_a_sink_is_no_link(tmp_path: Path) -> None:
@@ -314,6 +341,7 @@ def test_wandb_has_every_figure_offline(offline: Path) -> None:
     from wandb.proto import wandb_internal_pb2 as messages
 
     lives: list[list[dict[str, Any]]] = []
+    numbers: list[int] = []
     ids, configs, alerts, exits, axes = set(), [], [], [], set()
     for path in sorted((offline / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
         lives.append([])
@@ -327,6 +355,7 @@ def test_wandb_has_every_figure_offline(offline: Path) -> None:
                 row = {
                     "/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item
                 }
+                numbers.append(row["_step"])
                 lives[-1].append({name: value for name, value in row.items() if not name.startswith("_")})
             elif kind == "alert":
                 alerts.append(record.alert.title)
@@ -337,6 +366,7 @@ def test_wandb_has_every_figure_offline(offline: Path) -> None:
     assert ids == {("exp.v2", "a project", "run")}
     assert configs[0]["train"] == {"batch": 8}
     assert [[row["step"] for row in life] for life in lives] == [[1, 2, 3, 4], [4, 5, 5]]
+    assert numbers == list(range(7)), "W&B takes no row with the number of an earlier one"
     assert lives[0][1]["loss"] == 1 / 6 and math.isnan(lives[0][1]["grad_norm"])
     assert lives[1][1] == {"step": 5, "loss": 1 / 15, "time/step_s": 2 + 5 / 100, "grad_norm": 0.1}
     assert lives[1][2] == {"step": 5, "heldout_loss": 0.5}
