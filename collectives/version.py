@@ -22,6 +22,12 @@ UNKNOWN = "unknown"
 _BEGAN_S = time.time()  # this process has loaded its sources since then
 _ROOT = Path(__file__).resolve().parents[1]
 _SUFFIXES = (".py", ".c", ".h", ".json", ".toml")
+_N = "([0-9]{1,9})"
+_NUMBERS = re.compile(
+    rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}}){{0,5}})(?:(a|b|rc){_N})?(?:\.post{_N})?(?:\.dev{_N})?(?:\+[a-z0-9.]{{1,40}})?"
+)
+"""A version of Python's packages, in its normal form."""
+_TOLD = re.compile(rf"({_NUMBERS.pattern}) \(commit ([0-9a-f]{{7,64}}|{UNKNOWN})\)")
 
 
 class Release(NamedTuple):
@@ -38,6 +44,27 @@ class Release(NamedTuple):
 def release() -> Release:
     """The version and the commit of this package, as of the first call."""
     return Release(VERSION, commit_of(_ROOT))
+
+
+def newer_release(told: object) -> Release | None:
+    """The release whose `str` a file tells, if its version is newer than that of this package. None also for anything else there: the
+    file may be a stranger's."""
+    found = _TOLD.fullmatch(told) if isinstance(told, str) else None
+    if found is None or _order(found[1]) <= _order(VERSION):
+        return None
+    return Release(found[1], found[found.re.groups])
+
+
+def _order(version: str) -> tuple[object, ...]:
+    """A key of the order of versions: 1.0.dev1, 1.0a1, 1.0rc1, 1.0, 1.0.post1, 1.1. It knows each version that `_NUMBERS` matches."""
+    found = _NUMBERS.fullmatch(version)
+    assert found is not None
+    numbers = [int(each) for each in found[1].split(".")]
+    while numbers and not numbers[-1]:  # 1.0 is 1
+        numbers.pop()
+    post, dev = (-1 if each is None else int(each) for each in found.group(4, 5))
+    final = "" if dev >= 0 and post < 0 else "z"
+    return (numbers, found[2] or final, int(found[3] or 0), post, dev if dev >= 0 else 10**9)
 
 
 def commit_of(root: Path) -> str:

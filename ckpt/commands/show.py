@@ -31,6 +31,7 @@ from ckpt.format.manifest import CheckpointError
 from ckpt.reading.checkpoint import Checkpoint, open_checkpoint
 from ckpt.reading.entry import TensorEntry
 from ckpt.storage.catalog import find
+from collectives.version import newer_release, release
 
 _PREVIEW = 6  # values along each of the last two dimensions
 _BINS, _BAR_WIDTH = 16, 50  # bins and bar of the histogram on the terminal
@@ -86,6 +87,7 @@ def _show_checkpoint(checkpoint: Checkpoint, with_stats: bool, as_json: bool) ->
                 "saved": checkpoint.saved,
                 "bytes": checkpoint.nbytes,
                 "ranks": checkpoint.num_ranks,
+                "release": checkpoint.release,
                 "files": checkpoint.files,
                 "meta": checkpoint.meta,
                 "tensors": {name: _json(entry, stats.get(name)) for name, entry in checkpoint.items()},
@@ -95,7 +97,7 @@ def _show_checkpoint(checkpoint: Checkpoint, with_stats: bool, as_json: bool) ->
     print(f"{printable(str(checkpoint.path))}")
     age = age_text(time.time() - checkpoint.saved)
     ranks = f" by {checkpoint.num_ranks} rank{'s' * (checkpoint.num_ranks > 1)}" * (checkpoint.num_ranks > 0)
-    print(f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, saved{ranks} {age} ago")
+    print(f"{len(checkpoint)} tensors, {size_text(checkpoint.nbytes)}, saved{ranks} {age} ago{_release(checkpoint)}")
     for key, value in checkpoint.meta.items():
         text = json.dumps(value)
         print(f"  {printable(key)}: {text if len(text) <= _META_WIDTH else text[:_META_WIDTH] + ' ...'}")
@@ -114,6 +116,14 @@ def _show_checkpoint(checkpoint: Checkpoint, with_stats: bool, as_json: bool) ->
         what = Text(printable(name)), entry.dtype.name, shape_text(entry.shape)
         table.add_row(*what, *(_stats_cells(stats[name]) if stats else _placement_cells(entry)))
     print_table(table)
+
+
+def _release(checkpoint: Checkpoint) -> str:
+    """The release that wrote a checkpoint, as words; "" if it is unknown."""
+    if not checkpoint.release:
+        return ""
+    newer = f", newer than {release()} here" if newer_release(checkpoint.release) else ""
+    return f" by mpitrain {printable(checkpoint.release)}{newer}"
 
 
 def _groups(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:

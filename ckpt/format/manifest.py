@@ -138,7 +138,8 @@ class Tensor(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 @dataclass(frozen=True)
 class Manifest:
     """The contents of a manifest. `sequence` counts the checkpoints of a folder, and gives their order without clocks. `num_ranks`: the
-    ranks that saved it; 0 if unknown, as in older checkpoints, or if no ranks did."""
+    ranks that saved it; 0 if unknown, as in older checkpoints, or if no ranks did. `release`: the version and commit of this library
+    that wrote it; "" if unknown."""
 
     files: tuple[File, ...]
     tensors: Mapping[str, Tensor]
@@ -147,6 +148,7 @@ class Manifest:
     saved: float = 0.0
     chunk_bytes: int = CHUNK_BYTES
     num_ranks: int = 0
+    release: str = ""
 
 
 def order_of(sequence: int, saved: float) -> tuple[int, float]:
@@ -216,6 +218,7 @@ def encode(manifest: Manifest) -> bytes:
         "saved": manifest.saved,
         "chunk_bytes": manifest.chunk_bytes,
         "ranks": manifest.num_ranks,
+        "release": manifest.release,
         "tensors": len(manifest.tensors),
         "files": [file_entry(file) for file in manifest.files],
     }

@@ -43,6 +43,7 @@ from collectives.arrays.dtypes import DTYPES
 
 _MAX_CHUNK_BYTES = 16 << 20  # limits the memory for reading a part of a chunk
 _MAX_REST_BYTES = 64 << 20
+_MAX_RELEASE = 200  # characters
 _MAX_GAP_BYTES = 1 << 20  # between blocks; a save leaves at most a page, file systems' stripes may need more
 
 T = TypeVar("T")
@@ -57,11 +58,18 @@ class Header(msgspec.Struct, frozen=True):
     num_tensors: Size = msgspec.field(name="tensors")
     files: tuple[File, ...]
     num_ranks: Size = msgspec.field(name="ranks", default=0)
+    told_release: Any = msgspec.field(name="release", default="")
 
     @property
     def order(self) -> tuple[int, float]:
         """The place among the checkpoints of a folder: see `order_of`."""
         return order_of(self.sequence, self.saved)
+
+    @property
+    def release(self) -> str:
+        """The release that wrote it; "" if it is unknown. No reading depends on it, so an odd value is no damage."""
+        told = self.told_release
+        return told if isinstance(told, str) and len(told) <= _MAX_RELEASE and told.isprintable() else ""
 
 
 def decode(data: bytes) -> Manifest:
@@ -81,8 +89,9 @@ def decode(data: bytes) -> Manifest:
     _check_no_sharing(header.files, tensors.values())
     _check_rest(header.files, len(data))
     return Manifest(
-        header.files, tensors, meta, header.sequence, header.saved, header.chunk_bytes, num_ranks=header.num_ranks
-    )
+        header.files, tensors, meta, header.sequence, header.saved, header.chunk_bytes,
+        num_ranks=header.num_ranks, release=header.release,
+    )  # fmt: skip
 
 
 def check_readable(data: bytes) -> None:

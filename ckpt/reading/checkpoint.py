@@ -38,6 +38,11 @@ class Checkpoint(Mapping[str, TensorEntry]):
         return self._manifest.num_ranks
 
     @property
+    def release(self) -> str:
+        """The version and commit of this library that wrote it, such as "0.1.0 (commit 0123456789)"; "" if they are unknown."""
+        return self._manifest.release
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._manifest.tensors.values())

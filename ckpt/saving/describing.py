@@ -12,6 +12,7 @@ from ckpt.format.validation import check_readable, file_of
 from ckpt.saving.placement import DataFile
 from ckpt.saving.writer import Checksums, describe
 from ckpt.storage.local import write_file
+from collectives.version import release
 
 
 class Described(Protocol):
@@ -73,7 +74,9 @@ def write_manifest(
     for writer, blocks in contents.written.items():
         for block, checksums in zip(blocks, reports[writer][1], strict=True):
             block.checksums = checksums
-    manifest = Manifest(files, contents.tensors, contents.meta, sequence, time.time(), num_ranks=num_ranks)
+    manifest = Manifest(
+        files, contents.tensors, contents.meta, sequence, time.time(), num_ranks=num_ranks, release=str(release())
+    )
     data = encode(manifest)
     check_readable(data)
     write_file(folder / FILE_NAME, data)

@@ -31,6 +31,7 @@ from mpitrain.train.checkpoints.state import TrainingState
 from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
 from mpitrain.train.evaluation import Evaluator
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware, with_threads
+from mpitrain.train.newer import about_newer
 from mpitrain.train.observers import Observers
 from mpitrain.train.passes import CommunicationClock
 from mpitrain.train.run import Run
@@ -233,6 +234,9 @@ class Trainer:
         is_recovery = lasting is not None and lasting.recovered is not None
         if not is_recovery:
             self._say(self._heading(self._folder.beginning if copies is None else f"goes on from {copies}"))
+            folder = None if self.config.resume == "never" else self.run.folder
+            if newer := on_rank0(self.comm, lambda: about_newer(start, folder)):
+                self._say(newer)
         lines = []
         if copies is not None:
             lines, self._start_step = self.state.load(copies), step

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.texts import shown
+from collectives.version import newer_release, release
 from mpitrain.config.secrets import ON_EVENT
 from mpitrain.files import read_toml
 from mpitrain.monitor.reading.events import read_events, seconds_of
@@ -130,7 +131,9 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
             ranks, summaries, gauges, num_ranks = _read_ranks(path / RANKS, notes)
     with _naming(path / EVENTS):
         events = _read_events(path, steps, notes)
-    begun = next((event.fields.get("ranks") for event in reversed(events) if event.kind == "begin"), None)
+    begun: Mapping[str, Any] = next((event.fields for event in reversed(events) if event.kind == "begin"), {})
+    if (newer := newer_release(begun.get("release"))) is not None:
+        notes.append(f"written by mpitrain {newer}, newer than {release()} here: what is new in it is not shown")
     return RunRecord(
         name=shown(path.name or path.resolve().name),
         folder=path,
@@ -140,7 +143,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecord:
         ranks=ranks,
         summaries=summaries,
         gauges=gauges,
-        num_ranks=num_ranks if num_ranks is not None else begun,
+        num_ranks=num_ranks if num_ranks is not None else begun.get("ranks"),
         events=events,
         settings=read_settings(path / SETTINGS, notes),
         checkpoints=checkpoint_steps(path),

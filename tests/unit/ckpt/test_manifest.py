@@ -47,7 +47,15 @@ def make():
         "opt/s": Tensor(name="opt/s", dtype="int64", shape=(), blocks=(StoredBlock(1, 0, (), (), "9" * 16),)),
         "opt/e": Tensor(name="opt/e", dtype="int64", shape=(0, 5), blocks=()),
     }
-    return Manifest(files, tensors, {"step": 3, "lr": [0.1, None]}, sequence=4, saved=1.5, num_ranks=2)
+    return Manifest(
+        files,
+        tensors,
+        {"step": 3, "lr": [0.1, None]},
+        sequence=4,
+        saved=1.5,
+        num_ranks=2,
+        release="0.1.0 (commit unknown)",
+    )
 
 
 def forge(edit, data=None):
@@ -87,6 +95,16 @@ def test_version_1_is_read():
     manifest = decode(forge(older))
     assert manifest.tensors.keys() == make().tensors.keys() and manifest.files[0].rest is None
     assert manifest.num_ranks == 0
+
+
+@pytest.mark.parametrize("told", [None, 7, {"version": "9"}, ["9"], "9\x1b[2J", "9\n", "\ud800", "9" * 201, "absent"])
+def test_an_odd_release_is_no_damage(told):
+    def other(header, meta, tensors):
+        header["release"] = told
+        if told == "absent":  # as in checkpoints of older releases
+            del header["release"]
+
+    assert decode(forge(other)) == replace(make(), release="")
 
 
 def test_what_came_with_version_3_is_not_read_by_older_programs():

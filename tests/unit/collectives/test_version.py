@@ -23,6 +23,39 @@ def write(files: dict[str, str], into: Path) -> Path:
     return into
 
 
+ORDER = [
+    "0.0.9", "0.1.dev1", "0.1.0a1.dev1", "0.1.0a1", "0.1.0a2", "0.1.0b1", "0.1.0rc1", "0.1", "0.1.0.post1", "0.1.0.1", "0.1.1", "0.2",
+    "0.10", "1.0", "999999999.0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("here", range(len(ORDER)))
+def test_a_newer_release_is_told_from_the_others(here: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "VERSION", ORDER[here])
+    found = [version.newer_release(str(version.Release(each, COMMIT))) for each in ORDER]
+    assert found == [None] * (here + 1) + [(each, COMMIT[:10]) for each in ORDER[here + 1 :]]
+
+
+def test_a_release_of_the_same_version_is_not_newer() -> None:
+    assert version.newer_release(str(version.release())) is None
+    assert version.newer_release(f"{version.VERSION}.0 (commit {OTHER})") is None
+    assert version.newer_release("99.0.0+cu12.1 (commit unknown)") == ("99.0.0+cu12.1", "unknown")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None, 99, True, ["99.0 (commit unknown)"], "", "99.0", "unknown", "99.0 (commit )", "99.0 (commit UNKNOWN)",
+        "99.0 (commit unknown)\n",
+        "99.0\x1b[2J (commit unknown)", "v99.0 (commit unknown)", "-99.0 (commit unknown)", "99.0 (commit unknown) and more",
+        f"{'9' * 5000} (commit unknown)", f"99.0 (commit {'f' * 5000})", "9.9.9.9.9.9.9.9 (commit unknown)",
+        "\u0669.0 (commit unknown)",
+    ],
+)  # fmt: skip
+def test_what_is_no_release_is_not_newer(told: object) -> None:
+    assert version.newer_release(told) is None
+
+
 @pytest.mark.parametrize(
     "files",
     [
