@@ -104,13 +104,15 @@ def other_writer(path: str | os.PathLike[str], found: os.stat_result | None = No
     `found`: of the file, if it is open. A pipe of this user is in no folder.
     """
     its = os.stat(path) if found is None else found
-    # In the name space of a container without root, all users but this one, also root, have the number of the owner of "/".
-    trusted = {os.geteuid(), 0, os.stat("/").st_uid}
+    trusted = {os.geteuid(), 0}
     if its.st_uid not in trusted:
         return f"it belongs to user {its.st_uid}"
     if its.st_mode & 0o022:
         return "others can write to it"
     if stat.S_ISREG(its.st_mode) or stat.S_ISDIR(its.st_mode):
+        # In a container without root, all users but this one have the number of the owner of "/", also root, to whom the system's
+        # folders belong. A stranger's folder cannot be told from them. A file in it is told by its own owner.
+        trusted.add(os.stat("/").st_uid)
         for parent in Path(os.path.realpath(path)).parents:
             above = parent.lstat()
             if above.st_uid not in trusted or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):

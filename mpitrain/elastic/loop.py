@@ -15,7 +15,7 @@ from torch import nn
 import collectives
 from collectives import Communicator, recovery
 from mpitrain.elastic.copies.files import newest_epoch
-from mpitrain.elastic.copies.holding import file_of, hold, release, remove_all, unheld
+from mpitrain.elastic.copies.holding import hold, is_unheld, release, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.layout import Layout
@@ -152,9 +152,8 @@ def _check_alone(run_id: str, name: str | None) -> None:
     """RuntimeError if the processes of another job hold the copies on this node. Those of a job that is ending have some time."""
     until = time.monotonic() + _ENDING_S
     while True:
-        with unheld(file_of(run_id), make=False) as is_free:
-            if is_free:
-                return
+        if is_unheld(run_id):
+            return
         if time.monotonic() > until:
             raise RuntimeError(
                 f"elastic.run: another job with the name {name!r} runs on {os.uname().nodename}; end it, or choose a name"

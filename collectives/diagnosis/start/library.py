@@ -25,9 +25,10 @@ def explained(said: str, chosen: str) -> str:
     said = "; ".join(line.strip() for line in said.splitlines() if line.strip())
     named = f"MPI4PY_LIBMPI={chosen}" if chosen else "MPI4PY_LIBMPI is not set"
     head = f"MPI cannot be loaded ({named}): {said}; expected"
-    if (missing := _NAME.search(said)) is not None:
+    was_loaded = "cannot load MPI library" not in said  # then the library itself was found
+    if was_loaded and (missing := _NAME.search(said)) is not None:
         return _without_name(head, missing[1], chosen)
-    if "undefined symbol" in said and "cannot load MPI library" not in said:
+    if was_loaded and "undefined symbol" in said:
         return f"{head} an MPI library with the functions of this mpi4py: let MPI4PY_LIBMPI name a newer libmpi.so, {_FROM_SOURCE}"
     if chosen:
         return (

@@ -48,14 +48,14 @@ def room() -> int:
     return there.f_bavail * there.f_frsize if is_usable else 0
 
 
-_said = False
+_said: set[str] = set()
 
 
 def say_short(rank: int, text: str) -> None:
-    """Print, on rank 0 of those that lack node memory and once in a process, what they do without it."""
-    global _said
-    _log.log(logging.INFO if rank or _said else logging.WARNING, "%s", text)
-    _said = True
+    """Print, on rank 0 of those that lack node memory, what they do without it, each thing once in a process. `text`: WHAT: WHY."""
+    what = text.partition(":")[0]
+    _log.log(logging.INFO if rank or what in _said else logging.WARNING, "%s", text)
+    _said.add(what)
 
 
 @dataclass(frozen=True)

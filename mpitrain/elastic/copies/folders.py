@@ -20,8 +20,14 @@ _NUM_NAMES = 8
 def own_folder() -> Path:
     """The folder for new copies, which is made if there is none. PermissionError if other users have taken all names. OSError."""
     for path in _names():
-        with suppress(FileExistsError):
+        try:
             path.mkdir(0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise type(error)(
+                f"{error}; set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
+            ) from None
         if _is_own(path):
             return path
     raise PermissionError(

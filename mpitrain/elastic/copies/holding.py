@@ -113,5 +113,14 @@ def file_of(run: str) -> Path:
     return own_folder() / _name(run)
 
 
+def is_unheld(run: str) -> bool:
+    """Whether no process on this node holds the run's copies. Nothing is made to find that out."""
+    for each in own_folders():
+        with unheld(each / _name(run), make=False) as free:
+            if not free:
+                return False
+    return True
+
+
 def _name(run: str) -> str:
     return f"{prefix(run)}{HELD}"

@@ -1,7 +1,6 @@
 """Takes the copies of a rank, every few steps."""
 
 import mmap
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import numpy as np
 from ckpt.tensors import inspect
 from collectives import Communicator
 from collectives.bench.units import show_bytes
-from collectives.transports.node.memory import folder
+from collectives.transports.node.memory import folder, room
 from mpitrain.elastic.copies.files import (
     CopyFile,
     Header,
@@ -87,10 +86,8 @@ class Copies:
     def _check_room(self, nbytes: int) -> None:
         """`nbytes`: what this rank and its partner need."""
         (needed,) = self._comm.node.all_reduce(np.array([nbytes], np.float64))
-        its = os.statvfs(folder())
-        free = its.f_bavail * its.f_frsize
         with self._comm.together():
-            if needed > free:
+            if needed > (free := room()):
                 raise OSError(
                     f"expected {show_bytes(int(needed))} of node memory in {folder()}, and {show_bytes(free)} are free: free some, or "
                     "choose another folder in memory by MPITRAIN_SHM_DIR"

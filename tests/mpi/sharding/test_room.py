@@ -39,7 +39,7 @@ def test_one_small_node_makes_all_private(
     hosts = on_hosts(comm.mpi, [0, *[1] * (comm.size - 1)])
     kinds, expected = trained(hosts, stage)
     assert kinds == {"resident"}
-    monkeypatch.setattr("collectives.transports.node.memory._said", False)
+    monkeypatch.setattr("collectives.transports.node.memory._said", set())
     monkeypatch.setattr(room_of_nodes, "room", lambda: FULL_BYTES // 4 if hosts.rank == comm.size - 1 else 1 << 40)
     kinds, out = trained(hosts, stage)
     assert kinds == {"gathered" if stage == 3 else "kept"} and torch.equal(out, expected)
