@@ -8,8 +8,9 @@ The import of this package does not start MPI; `world()` does.
 
 import os
 
-# These five may have been loaded before this package, which has no name for them then.
+# These may have been loaded before this package, which has no name for them then.
 from collectives import addresses as addresses
+from collectives import cgroup as cgroup
 from collectives import files as files
 from collectives import secret_forms as secret_forms
 from collectives import secret_tokens as secret_tokens

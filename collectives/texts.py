@@ -1,4 +1,5 @@
-"""Texts that people see: control characters as text, and without secrets: passwords and signatures of addresses, tokens, keys.
+"""Texts that people see: control characters as text, bytes with units, and without secrets: passwords and signatures of addresses,
+tokens, keys.
 
 Pure, of the standard library alone, like `addresses.py`, `secret_forms.py` and `secret_tokens.py`: the supervisor loads these files
 without the package (`mpitrain.files.load_alone`), on hosts without what the rest of collectives needs.
@@ -77,3 +78,12 @@ def _hidden_parts(address: str) -> list[str]:
 def may_have_secrets(text: str) -> bool:
     """Whether `without_secrets` looks at more of the text than single words. If not, none of its parts has a secret either."""
     return "://" in text or "%" in text or may_have(text)
+
+
+def show_bytes(nbytes: float) -> str:
+    """1536 as '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"

@@ -3,6 +3,8 @@
 import re
 from fractions import Fraction
 
+from collectives.texts import show_bytes as show_bytes
+
 # Fractions, so that 5us is exactly the float 5e-6.
 _BYTES = {
     **{unit: Fraction(n) for unit, n in {"B": 1, "": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.items()},
@@ -85,15 +87,6 @@ def show_counts(counts: list[int]) -> str:
         else:
             runs.append([count])
     return ", ".join("..".join(map(str, run)) for run in runs)
-
-
-def show_bytes(nbytes: float) -> str:
-    """1536 as '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} GiB"
 
 
 def show_seconds(seconds: float) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from collectives.diagnosis import dump, oom
 from collectives.files import open_regular, partial_of, write_new
 from collectives.texts import without_secrets
 
@@ -46,7 +47,8 @@ def set_failure_file(
 
 
 def write_failure(report: str, *, make_folder: bool = True) -> None:
-    """Write a report of a failure to the files, if there are any. Does not raise OSError.
+    """Write a report of a failure to the files, if there are any. Does not raise OSError. Kills of the OOM killer that it does not name
+    are added, and printed.
 
     `make_folder`: make the folder of the file, if there is none. A run that was refused makes no folder.
     """
@@ -55,6 +57,9 @@ def write_failure(report: str, *, make_folder: bool = True) -> None:
         if also is not None and also.parent == file.parent:
             return  # the supervisor's, and so of a later launch by now
         file = None
+    if more := oom.note(report):
+        dump.say(more)
+        report = f"{report.rstrip()}\n{more}"
     report = without_secrets(report)
     text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.rstrip()}\n"
     if file is not None:
@@ -69,6 +74,15 @@ def write_failure(report: str, *, make_folder: bool = True) -> None:
                 also.unlink()
             if not also.is_symlink():
                 _write(also, text)
+
+
+def is_in_report(words: str) -> bool:
+    """Whether the report of a failure that is there already has these words. Of an earlier job none is there."""
+    for file in (_Output.file, _also()):
+        with suppress(OSError):
+            if file is not None and words in file.read_text(errors="replace"):
+                return True
+    return False
 
 
 def _also() -> Path | None:

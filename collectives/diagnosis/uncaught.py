@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from collectives.diagnosis import dump, record, stacks
+from collectives.diagnosis import dump, oom, record, stacks
 from collectives.diagnosis.ending import abort_job, claim, leave_alone
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.job import Job
@@ -74,7 +74,10 @@ def abort_on_uncaught(mpi: Any) -> None:
         """Print the error, and write it to the failure file. Returns the error's message."""
         rank = mpi.rank if Job.mpi is None else Job.mpi.rank
         who = f"rank {rank} on {socket.gethostname()} (process {os.getpid()})"
-        lines = [f"{who} ends by an uncaught {kind.__name__}\n", *(f"  {line}\n" for line in operations)]
+        more = [
+            each for each in (*operations, oom.note()) if each
+        ]  # before the traceback, so that the message is the last line
+        lines = [f"{who} ends by an uncaught {kind.__name__}\n", *(f"  {line}\n" for line in more)]
         text = without_secrets("".join([*lines, *traceback.format_exception(kind, error, trace)]))
         sys.stdout.flush()
         say(rank, text)

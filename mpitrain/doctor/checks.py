@@ -86,17 +86,18 @@ def _gpu(its: Job) -> GpuFacts:
 
 
 class MemoryFacts(NamedTuple):
-    """The node memory of a host, and the need of the run whose settings are in the run's folder."""
+    """The node memory of a host, the need of the run whose settings are in the run's folder, and the most that the host gives it."""
 
     memory: host.Memory
     need: packages.Need
+    most: host.Most
 
 
 def _memory(its: Job) -> MemoryFacts:
     settings, need = its.folder / "config.toml", packages.Need()
     if settings.exists() and its.comm is not None:
         need = packages.ask_need(settings, its.comm.size, its.comm.num_nodes)
-    return MemoryFacts(host.node_memory(), need)
+    return MemoryFacts(host.node_memory(), need, host.most_memory())
 
 
 def _first(judge: Callable[[Any], list[Finding]]) -> Callable[[Mapping[str, Any]], list[Finding]]:
@@ -122,7 +123,7 @@ CHECKS = (
         "Node",
         "host",
         _memory,
-        each(lambda its: judge_memory(*its) + judge_need(its.need)),
+        each(lambda its: judge_memory(its.memory, its.need) + judge_need(its.need, its.most)),
         70.0,
     ),
     Check(

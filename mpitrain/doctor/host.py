@@ -17,10 +17,12 @@ from uuid import uuid4
 
 import xxhash
 
+from collectives.cgroup import groups_of, smallest_limit
 from collectives.files import open_new
 from collectives.transports.node import memory
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
 from mpitrain.elastic.supervisor.mpi_files import PREFIX, VARIABLES
+from mpitrain.plan.measuring.memory import node_bytes
 
 _LEFT_S = 60.0  # a younger file may belong to a rank that is just making it
 
@@ -33,6 +35,18 @@ class Memory(NamedTuple):
     total: int
     free: int
     failure: str
+
+
+class Most(NamedTuple):
+    """The bytes that the processes of a host may have. `of_cgroup`: by the limit of a cgroup, which is less than the host has."""
+
+    nbytes: int
+    of_cgroup: bool
+
+
+def most_memory() -> Most:
+    limit, nbytes = smallest_limit(groups_of()), node_bytes()
+    return Most(nbytes, limit == nbytes)
 
 
 def node_memory() -> Memory:

@@ -52,9 +52,11 @@ class Hdf5(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The bytes of node memory that a run with the settings of the run's folder needs; 0 if they are not known."""
+    """The bytes that a run with the settings of the run's folder needs on the node that needs most; 0 if they are not known. `shared`:
+    of `total`, those in node memory."""
 
     shared: int = 0
+    total: int = 0
     failure: str = ""
 
 
@@ -71,7 +73,7 @@ def ask_hdf5() -> Hdf5:
 
 
 def ask_need(settings: Path, num_ranks: int, num_nodes: int) -> Need:
-    """The node memory that a run with the settings in the file `settings` needs."""
+    """The memory of a node that a run with the settings in the file `settings` needs."""
     facts, failure = _ask("need", str(settings), str(num_ranks), str(num_nodes))
     return Need(**{**facts, "failure": failure or facts.get("failure", "")})
 
@@ -176,7 +178,8 @@ def _need(settings: str, num_ranks: str, num_nodes: str) -> Need:
     from mpitrain.plan.memory.prediction import predict
 
     try:
-        return Need(shared=predict(from_toml(Path(settings)), int(num_ranks), int(num_nodes)).shared)
+        its = predict(from_toml(Path(settings)), int(num_ranks), int(num_nodes))
+        return Need(its.shared, sum(its.node.values()))
     except (ValueError, OSError) as error:
         return Need(failure=str(error))
 

@@ -16,6 +16,7 @@ import xxhash
 
 import collectives
 from collectives import version
+from collectives.cgroup import groups_of, smallest_limit
 from collectives.environment import CHOICES
 
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py")
@@ -85,21 +86,20 @@ def limits() -> Limits:
             name, _, rest = line.partition(":")
             info[name] = int(rest.split()[0]) * 1024
     rdma = Path("/sys/class/infiniband")
-    memory_limit, cpus = _cgroup()
+    memory_limit = smallest_limit(groups_of())
     return Limits(
         files,
         locked,
         rdma.is_dir() and any(rdma.iterdir()),
-        memory_limit,
+        -1 if memory_limit is None else memory_limit,
         info.get("MemTotal", 0),
         info.get("MemAvailable", 0),
-        cpus,
+        _quota(),
     )
 
 
-def _cgroup() -> tuple[int, float]:
-    """The smallest limit of memory of this process's cgroups, -1 for none, and their smallest quota of cores, 0 for none."""
-    memory_limits: list[int] = []
+def _quota() -> float:
+    """The smallest quota of cores of this process's cgroups, 0 for none."""
     quotas: list[float] = []
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -113,17 +113,13 @@ def _cgroup() -> tuple[int, float]:
                 for folder in (at, *at.parents):
                     if not str(folder).startswith(root):
                         break
-                    for name in ("memory.max", "memory.limit_in_bytes"):
-                        with suppress(OSError, ValueError):  # "max" is no number
-                            if 0 < (value := int((folder / name).read_text())) < 1 << 60:
-                                memory_limits.append(value)
                     with suppress(OSError, ValueError):
                         quota, period = (folder / "cpu.max").read_text().split()
                         quotas.append(int(quota) / int(period))
                     with suppress(OSError, ValueError):
                         if (micros := int((folder / "cpu.cfs_quota_us").read_text())) > 0:
                             quotas.append(micros / int((folder / "cpu.cfs_period_us").read_text()))
-    return min(memory_limits, default=-1), min(quotas, default=0.0)
+    return min(quotas, default=0.0)
 
 
 class Cores(NamedTuple):
@@ -145,7 +141,7 @@ def cores(environ: Mapping[str, str] = os.environ) -> Cores:
         on_host=os.cpu_count() or 1,
         threads=int(threads) if threads.isdigit() else 0,
         yields=yields,
-        quota=_cgroup()[1],
+        quota=_quota(),
     )
 
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from collectives import cgroup
 from collectives.diagnosis import dump
 from collectives.diagnosis.hangs import process
 from collectives.diagnosis.job import keep
@@ -44,6 +45,7 @@ class Slot(NamedTuple):
     signum: int  # at which it writes its stacks; 0: never
     noted: float
     note: str
+    cgroup: str  # the folder of its cgroup; "" if it sees none
 
 
 class Board:
@@ -91,6 +93,7 @@ class Board:
             os.lseek(self._stacks_fd, self._stacks_at(self._mine), os.SEEK_SET)
             faulthandler.register(signum, file=self._stacks_fd, all_threads=True, chain=False)
         head = _HEAD.pack(pid, process.start_time(pid), process.pid_space(), signum)
+        head += os.fsencode(cgroup.group_of() or "")[: _PAGE - _HEAD.size]
         os.pwrite(self._fd, head, 2 * _PAGE * self._mine)
 
     def _stacks_at(self, index: int) -> int:
@@ -128,7 +131,8 @@ class Board:
         noted, num_bytes = _NOTE.unpack_from(data, _PAGE)
         text = data[_PAGE + _NOTE.size : _PAGE + _NOTE.size + num_bytes].decode(errors="replace")
         pid, started, space, signum = head
-        return Slot(pid, started, space, signum, noted, text) if pid else None
+        group = os.fsdecode(data[_HEAD.size : _PAGE].rstrip(b"\0"))
+        return Slot(pid, started, space, signum, noted, text, group) if pid else None
 
     def stacks(self, rank: int, after: int = 0) -> bytes:
         """The stacks that a rank has written, without the first `after` bytes."""

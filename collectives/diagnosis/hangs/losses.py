@@ -1,16 +1,21 @@
 """Detects lost ranks: a neighbour in the ring that has died, a host that is silent, and the death of this rank's own launcher.
 
-Both neighbours of a rank hear its death. The one after it reports it at once. The byte by which it ends the job reaches the
-other neighbour before that one reports the death too. The launcher then ends the other ranks, which are not reported as deaths.
+Both neighbours of a rank hear its death. The one after it reports it at once, or the one before it if that one alone is on its node,
+where it sees how the process has ended. The byte by which it ends the job reaches the other neighbour before that one reports the death
+too. Where another rank ends the job first, a neighbour still reports a kill by the OOM killer, unless a report names one. The launcher
+then ends the other ranks, which are not reported as deaths.
 """
 
 import time
 from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from collectives.cgroup import NAMED, Kills, with_outer
 from collectives.diagnosis import dump
 from collectives.diagnosis.ending import end_process
+from collectives.diagnosis.failure import is_in_report
 from collectives.diagnosis.hangs import process
 from collectives.diagnosis.hangs.bell import Bell
 from collectives.diagnosis.hangs.board import Board
@@ -18,7 +23,8 @@ from collectives.diagnosis.ring.goodbye import End, Heard, Neighbours
 from collectives.diagnosis.ring.roster import Roster
 from collectives.launcher import Daemon
 
-_CONFIRM_S = 0.3  # the neighbour before a dead rank lets the other one report first
+_CONFIRM_S = 0.3  # one neighbour of a dead rank lets the other one report first
+_NAMED_S = 0.1  # for the report of the rank that ends the job
 _ABORT_S = 5.0  # after another rank has ended the job: this rank ends itself if the launcher has not ended it
 _ORPHAN_CODE = 1
 _NO_WORDS: Mapping[int, str] = MappingProxyType({})
@@ -42,6 +48,8 @@ class Losses:
         self._heard: list[Heard] = []
         self._how: dict[int, str] = {}  # how the processes of neighbours on this node have ended, where it is known
         self._words: dict[int, str] = {}  # what they have written about their end
+        # Now, because it counts from here on, and while the groups are there.
+        self._kills = {rank: kills for rank in self._neighbours.ranks if (kills := self._kills_of(rank)) is not None}
         self._report_at = 0.0
         self._ends_at: float | None = None
 
@@ -64,9 +72,11 @@ class Losses:
             # Before any report: the run's folder may belong to another job already, so nothing is printed or written.
             self._neighbours.say(End.ORPHAN)
             end_process(_ORPHAN_CODE)
-        if self._heard and now >= self._report_at and not self._neighbours.has_said:
+        if self.is_pending and now >= self._report_at:
             heard, self._heard = self._heard, []
-            return lost(heard, self._roster, self._how, self._words)
+            if self._neighbours.has_said:
+                heard = self._unnamed(heard)
+            return None if not heard else lost(heard, self._roster, self._how, self._words)
         return None
 
     def unsaid(self, gone: Container[int]) -> Loss | None:
@@ -82,19 +92,20 @@ class Losses:
         """Note the ends of neighbours since the last call, those of the rank after this one first."""
         for each in sorted(self._neighbours.heard(), key=lambda each: each.before):
             self._bell.remove(each.fd)
-            if not self._neighbours.has_said:
+            if not self._neighbours.has_said or (self._ends_at is not None and each.how is End.DEATH):
                 self._note(each, now)
 
     def _note(self, each: Heard, now: float) -> None:
         """Note the end of a neighbour."""
         if each.how is End.ABORT:
             self._ends_at = now + _ABORT_S
+            self._report_at = min(self._report_at, now + _NAMED_S)
             self._neighbours.say(End.ABORT)
             dump.write_file("another rank ends the job")
         elif each.how is not End.GOODBYE:
             # In a ring of two, a rank is both before and after the other.
             if all(other.rank == each.rank for other in self._heard):
-                self._report_at = now + (0.0 if each.before else _CONFIRM_S)
+                self._report_at = now + (0.0 if each.before != knows_less(each.rank, self._roster) else _CONFIRM_S)
             self._heard.append(each)
             self._note_how(each.rank)
 
@@ -102,13 +113,22 @@ class Losses:
         """Note how a process has ended, before the launcher, its parent, learns of it: after that the system has forgotten it."""
         mine, other = self._roster.members[self._rank], self._roster.members[rank]
         if mine.node == other.node and not self._how.get(rank):
-            self._how[rank] = process.how_ended(other.pid)
+            self._how[rank] = with_kill(process.how_ended(other.pid), self._kills.get(rank))
             self._words[rank] = self._board.last(rank)
+
+    def _unnamed(self, heard: Sequence[Heard]) -> list[Heard]:
+        """Of the ends of neighbours, those by the OOM killer, if no report names it."""
+        return [] if is_in_report(NAMED) else [each for each in heard if NAMED in self._how.get(each.rank, "")]
+
+    def _kills_of(self, rank: int) -> Kills | None:
+        """The kills of the OOM killer in the cgroup of a rank on this node, from now on."""
+        slot = self._board.read(rank)
+        return Kills(with_outer(Path(slot.cgroup))) if slot is not None and slot.cgroup else None
 
     @property
     def is_pending(self) -> bool:
         """Whether `look` is to be called again soon."""
-        return bool(self._heard) and not self._neighbours.has_said
+        return bool(self._heard) and (self._ends_at is not None or not self._neighbours.has_said)
 
     def close(self) -> None:
         """Close the sockets. They no longer wake the monitor, which would find them readable, or closed, all the time."""
@@ -136,6 +156,22 @@ def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str], words: 
             why[f"{name} has died: its process ended without notice{known}"] = (each.rank,)
     ranks = tuple(sorted({rank for ranks in why.values() for rank in ranks}))
     return Loss(ranks, "\n".join(why), any(each.how is End.SILENCE for each in heard))
+
+
+def knows_less(rank: int, roster: Roster) -> bool:
+    """Whether the rank after `rank` in the ring is on another node, and the one before it is not."""
+    ring = roster.ring()
+    at, node = ring.index(rank), roster.members[rank].node
+    before, after = (roster.members[ring[(at + step) % len(ring)]].node for step in (-1, 1))
+    return before == node != after
+
+
+def with_kill(how: str, kills: Kills | None) -> str:
+    """How a process has ended, and that the OOM killer has ended it, if that is so. `kills`: of its cgroup. `how` may be ""."""
+    if how and "SIGKILL" not in how:
+        return how
+    words = kills.words() if kills is not None else ""
+    return f"{how or 'was killed'}: {words}" if words else how
 
 
 def unreached(pairs: Sequence[tuple[int, int]], roster: Roster) -> str:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from collectives.diagnosis import dump, loss, record, uncaught
+from collectives.diagnosis import dump, loss, oom, record, uncaught
 from collectives.diagnosis.ending import Before, LastWords, abort_job, end_together, leave_alone
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.finalize import leave_out_barrier
@@ -75,6 +75,7 @@ class Monitor:
     def _join(self, mpi: Any) -> None:
         """Begin to watch the ranks of `mpi`. Collective over them."""
         names = roster.gather(mpi)  # first: a report meanwhile has the old numbers
+        oom.begin()
         self.mpi, self.rank, self.size, self._roster = mpi, mpi.rank, mpi.size, names
         self._channel = MonitorChannel(mpi if self._may_talk else None)
         self._board = Board(mpi)

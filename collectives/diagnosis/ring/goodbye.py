@@ -67,6 +67,11 @@ class Neighbours:
             self._links.append(_Link(after[mpi.rank], made.out.socket, before=False))
         self._links += [_Link(before, link.socket, before=True) for before, link in made.incoming.items()]
 
+    @property
+    def ranks(self) -> set[int]:
+        """The neighbours with a connection."""
+        return {link.rank for link in self._links}
+
     def filenos(self) -> list[int]:
         """The file descriptors of the open sockets."""
         return [link.socket.fileno() for link in self._links]

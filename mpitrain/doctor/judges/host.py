@@ -2,11 +2,12 @@
 
 from collectives.bench.units import show_bytes
 from mpitrain.doctor.findings import Finding, Level, ok
-from mpitrain.doctor.host import Disk, Leftovers, Memory, Temporary
+from mpitrain.doctor.host import Disk, Leftovers, Memory, Most, Temporary
 from mpitrain.doctor.packages import Need
 
 _SMALL_MEMORY = 1 << 30  # a small model's full parameters and gradients
 _TINY_MEMORY = 64 << 20  # what docker gives a container
+_SPARE = 0.1  # of the predicted need of a run
 _SMALL_DISK = 1 << 30
 _SLOW_DISK = 20e6
 _MAX_SOCKET_PATH = 60  # characters of TMPDIR: the path of a socket has 107, and MPI appends some forty
@@ -51,10 +52,10 @@ def judge_memory(its: Memory, need: Need | None = None) -> list[Finding]:
     return [ok("node memory", where + known)]
 
 
-def judge_need(its: Need) -> list[Finding]:
-    """Whether the need of a run is known."""
+def judge_need(its: Need, most: Most) -> list[Finding]:
+    """Whether the need of a run is known, and within the memory of the host or the limit of its cgroup."""
     if not its.failure:
-        return []
+        return [_judge_total(its.total, most)] if its.total else []
     return [
         Finding(
             Level.NOTE,
@@ -64,6 +65,24 @@ def judge_need(its: Need) -> list[Finding]:
             "python -m mpitrain memory --help",
         )
     ]
+
+
+def _judge_total(need: int, most: Most) -> Finding:
+    """The need of a run against the memory that its host gives it."""
+    of = "the limit of the cgroup" if most.of_cgroup else "the memory of this host"
+    room = most.nbytes - need
+    words = f"a run with these settings needs {show_bytes(need)} on a host, "
+    words += f"{'more than' if room < 0 else 'and'} {of}{',' if room < 0 else ' is'} {show_bytes(most.nbytes)}"
+    if room >= _SPARE * need:
+        return ok("need of the run", words)
+    more = "ask for more memory (Slurm: --mem, docker: --memory)" if most.of_cgroup else "take hosts with more memory"
+    return Finding(
+        Level.ERROR if room < 0 else Level.WARNING,
+        "need of the run",
+        words + ": the kernel's OOM killer would end ranks" * (room < 0),
+        f"{show_bytes((1 + _SPARE) * need)} or more, as the need is a prediction",
+        f"{more}, or start fewer ranks on a host; python -m mpitrain memory --np N shows what takes it, and settings that take less",
+    )
 
 
 def judge_leftovers(its: Leftovers) -> list[Finding]:

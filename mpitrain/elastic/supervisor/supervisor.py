@@ -19,6 +19,7 @@ from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
 from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
+from mpitrain.elastic.supervisor.memory_kills import NAMED, LaunchKills
 from mpitrain.elastic.supervisor.mpi_files import Segment, Sessions, find_segments, remove_segments
 from mpitrain.elastic.supervisor.node_copies import remove_copies
 from mpitrain.elastic.supervisor.requests import Requests
@@ -129,10 +130,11 @@ class Supervisor:
                 env.setdefault(name, f"env {SUPERVISOR_VARIABLE}={self.id} {daemon}")
         self._segments = set()
         began = time.time()
+        kills = LaunchKills()
         job = Job(words, env)
         watch = Watch(self._limits(), folder.launch, time.monotonic())
         has_fewer = self._has_fewer()  # not later: a probe at the end may find others
-        stop, problem = self._attend(job, watch)
+        stop, problem = self._attend(job, watch, kills)
         if self._requests.end:
             say("ending now")
         ended = time.monotonic()
@@ -155,11 +157,13 @@ class Supervisor:
             self._down_since = ended
         step = watch.alive.step if watch.alive is not None else 0
         problem = problem or f"the job ended without its mark of completion (exit code {job.code})"
+        if done is None and (killed := kills.words()) and NAMED not in folder.report_text():
+            problem += f"; {killed}"
         if state:
             stop, problem = "batch", f"Slurm ends this job ({state})"
         return Outcome(done, step, stop, problem, is_reduced=watch.trains or has_fewer)
 
-    def _attend(self, job: Job, watch: Watch) -> tuple[Any, str]:
+    def _attend(self, job: Job, watch: Watch, kills: LaunchKills) -> tuple[Any, str]:
         """Wait until the job has ended, hangs or must be ended; returns who asked it to stop, and what stands still."""
         stop, told, trained = "", False, False
         look_for_hosts = time.monotonic() + self.plan.rejoin_s
@@ -168,6 +172,7 @@ class Supervisor:
             now = time.monotonic()
             is_done = self.folder.done() is not None
             problem = watch.see(now, *self.folder.sign_of_life(), self.folder.report(), is_done=is_done)
+            kills.see(watch.alive)
             if problem:
                 return stop, problem
             if watch.trains and not trained:

@@ -3,23 +3,13 @@
 import os
 from pathlib import Path
 
+from collectives.cgroup import groups_of, smallest_limit
+
 
 def node_bytes(root: Path = Path("/")) -> int:
     """The node's memory, or the smallest limit of the cgroups of this process (version 2, or 1). `root`: of the files, for tests."""
-    limits = [_total(root)]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            folder, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            folder, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        inner = Path(path.lstrip("/"))
-        # Within a container the path may be the host's, which is not there; then the limit is in the top folder.
-        for place in (folder, *(folder / above for above in (inner, *inner.parents))):
-            limits += [int(text) for text in _lines(place / name) if text.isdecimal()]
-    return min(limits)
+    total, limit = _total(root), smallest_limit(groups_of(root=root))
+    return total if limit is None else min(total, limit)
 
 
 def own_bytes() -> int:

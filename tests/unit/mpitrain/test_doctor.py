@@ -20,7 +20,7 @@ from mpitrain.doctor import beforehand, host, network
 from mpitrain.doctor.checks import CHECKS, Check
 from mpitrain.doctor.command import main
 from mpitrain.doctor.findings import Finding, Level, each, exit_code, names, ok, show, summary
-from mpitrain.doctor.host import Disk, Leftovers, Memory, Temporary
+from mpitrain.doctor.host import Disk, Leftovers, Memory, Most, Temporary
 from mpitrain.doctor.job import Mpi, NodeWork, SharedFolder
 from mpitrain.doctor.judges.host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
 from mpitrain.doctor.judges.job import judge_mpi, judge_node_work, judge_shared_folder
@@ -53,6 +53,7 @@ MPI = Mpi(
 )
 DISK = Disk("/data/run", "ext4", 50 * GIB, 64 << 20, 1e9, 2e9, True, True, "")
 MEMORY = Memory("/dev/shm", "tmpfs", 16 * GIB, 15 * GIB, "")
+MOST = Most(16 * GIB, True)
 LEFT = Leftovers([], 0, [], [], 0, 3600.0, [])
 LIMITS = Limits(20000, -1, False, -1, 32 * GIB, 30 * GIB, 0.0)
 CORES = Cores((0, 1, 2, 3), 4, 0, False, 0.0)
@@ -103,7 +104,16 @@ CASES: list[tuple[Finding, Level, str, str]] = [
     (worst(judge_memory(MEMORY._replace(kind="ext4"))), Level.WARNING, "a disk", "tmpfs"),
     (worst(judge_memory(MEMORY._replace(failure="Permission denied"))), Level.ERROR, "Permission denied", "chmod 1777"),
     (worst(judge_memory(MEMORY._replace(failure="No space left on device"))), Level.ERROR, "No space", "--clean"),
-    (worst(judge_need(Need(0, "settings are wrong"))), Level.NOTE, "settings are wrong", "memory --help"),
+    (worst(judge_need(Need(failure="settings are wrong"), MOST)), Level.NOTE, "settings are wrong", "memory --help"),
+    (worst(judge_need(Need(0, 10 * GIB), MOST)), Level.OK, "", ""),
+    (worst(judge_need(Need(0, 15 * GIB), MOST)), Level.WARNING, "and the limit of the cgroup is 16 GiB", "--mem"),
+    (worst(judge_need(Need(0, 20 * GIB), MOST)), Level.ERROR, "more than the limit of the cgroup, 16 GiB", "--mem"),
+    (
+        worst(judge_need(Need(0, 20 * GIB), Most(16 * GIB, False))),
+        Level.ERROR,
+        "more than the memory of this host",
+        "memory --np",
+    ),
     (worst(judge_leftovers(LEFT)), Level.OK, "", ""),
     (worst(judge_leftovers(LEFT._replace(copies=["/dev/shm/c"], copy_bytes=GIB))), Level.NOTE, "1 copy", "--clean"),
     (worst(judge_leftovers(LEFT._replace(copies=["/c"], removed=["/c"]))), Level.OK, "removed 1 copy", ""),

@@ -494,7 +494,7 @@ def test_errors_and_reports_have_no_secrets_and_no_control_characters(
 
 def test_the_supervisor_imports_the_standard_library_alone() -> None:
     """-S: without the folder of packages. Some modules of collectives need no package, and are loaded without their own."""
-    modules = ("addresses", "files", "secret_forms", "secret_tokens", "texts")
+    modules = ("addresses", "cgroup", "files", "secret_forms", "secret_tokens", "texts")
     names = "sorted(name for name in sys.modules if name.partition('.')[0] in ('collectives', 'numpy'))"
     code = f"import sys, mpitrain.elastic.supervisor.command; print(*{names})"
     command = [sys.executable, "-S", "-c", code]
