@@ -45,6 +45,11 @@ def needs_copy(shard: str) -> bool:
     return "://" in shard or is_compressed(shard)
 
 
+def cache_folder(folder: str | Path | None) -> Path:
+    """The folder of this user's shards in `folder`; None: in $TMPDIR, else /tmp."""
+    return Path(folder or tempfile.gettempdir()) / f"mpitrain-shards-{os.getuid()}"
+
+
 class ShardCache:
     """The shards of a run on this node.
 
@@ -64,7 +69,7 @@ class ShardCache:
         checksums: Mapping[str, bytes] | None = None,
         versions: Mapping[str, str] | None = None,
     ) -> None:
-        self._folder = Path(folder or tempfile.gettempdir()) / f"mpitrain-shards-{os.getuid()}"
+        self._folder = cache_folder(folder)
         self._limit_bytes, self._patience_s = limit_bytes, patience_s
         self._checksums, self._versions = checksums or {}, versions or {}
         self.num_fetched = 0

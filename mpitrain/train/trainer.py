@@ -11,6 +11,8 @@ import ckpt
 import collectives
 from collectives import Communicator, recovery
 from mpitrain.config import Config
+from mpitrain.data.leaving import say_what_stays
+from mpitrain.data.loading import Documents
 from mpitrain.elastic.marks import Reason, launch_number
 from mpitrain.elastic.supervisor.batch import is_batch_job
 from mpitrain.files import replace
@@ -221,6 +223,8 @@ class Trainer:
             else:
                 self.run.release()
                 self.run.end_alerts()
+                if isinstance(self._work.found, Documents):
+                    say_what_stays(self.config.data, self._work.found.shards, speaks=self.comm.node.rank == 0)
 
     def _restore(self) -> None:
         """Load the state from which the run continues, or set the initial values, and print the heading."""

@@ -17,6 +17,7 @@ from collectives import Communicator
 from collectives.diagnosis.hangs.deadline import Deadline
 from mpitrain.config import ConfigError, DataConfig
 from mpitrain.data.documents import VERSION, Cut, DamagedSampleError, checked_text, has_kind_as_before
+from mpitrain.data.leaving import say_what_stays
 from mpitrain.data.loading import shard_cache
 from mpitrain.data.open_shards import first_texts
 from mpitrain.data.streaming.feed import Tolerance, tell
@@ -71,6 +72,7 @@ def tokenize(config: DataConfig, folder: Path, comm: Communicator) -> Result:
     finally:
         if lock is not None:
             lock.release()
+        say_what_stays(config, [origin.shards for origin in origins], speaks=comm.node.rank == 0)
     comm.barrier()  # the folder is free when any rank returns
     return result
 

@@ -13,6 +13,7 @@ import numpy as np
 from collectives import is_live_terminal
 from mpitrain.config import ConfigError, DataConfig
 from mpitrain.data.documents import DamagedSampleError, checked_text
+from mpitrain.data.leaving import say_what_stays
 from mpitrain.data.loading import shard_cache
 from mpitrain.data.order import keys_of, permute
 from mpitrain.data.streaming.feed import Tolerance, tell
@@ -111,6 +112,7 @@ def _texts(config: DataConfig, most_bytes: int, seed: int, say: Callable[[str], 
         yield text.decode()
         if num_bytes >= most_bytes:
             break
+    say_what_stays(config, [origin.shards for origin in origins], speaks=True)
     if not num_documents:
         raise ValueError("data: the shards have no documents; expected at least one")
     seconds = time.monotonic() - started

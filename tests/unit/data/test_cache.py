@@ -18,8 +18,10 @@ from s3_server import Fault, S3Server
 
 from ckpt import Url
 from ckpt.storage.file_info import FileInfo, version_of
+from mpitrain.config import DataConfig
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedShardError
+from mpitrain.data.leaving import say_what_stays
 from mpitrain.data.shards import list_shards
 
 DATA = bytes(range(256)) * 40
@@ -329,3 +331,35 @@ def test_a_rank_that_has_waited_for_a_failure_does_not_try_again(tmp_path: Path,
     os.utime(failed, (0, 0))
     fsspec.filesystem("memory").pipe("/cached/9.tar", DATA[:7])
     assert read(cache, f"{bucket}/9.tar", 7) == DATA[:7] and not failed.exists()
+
+
+@pytest.mark.parametrize("job", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", None])
+def test_a_batch_job_says_what_it_leaves(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], job: str | None
+) -> None:
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        monkeypatch.delenv(name, raising=False)
+    if job:
+        monkeypatch.setenv(job, "7")
+    (tmp_path / "plain.jsonl").write_text("{}\n")
+    remote, local = list_shards((f"{bucket}/*.tar",)), list_shards((str(tmp_path / "plain.jsonl"),))
+    config = DataConfig(cache=str(tmp_path / "\x1b[2J"), cache_bytes=10**6)
+
+    def said(lists: tuple = (local, remote), *, speaks: bool = True) -> str:
+        say_what_stays(config, lists, speaks=speaks)
+        return capsys.readouterr().err
+
+    assert said() == "", "no folder is there"
+    cache = ShardCache(config.cache)
+    for number in range(3):
+        read(cache, f"{bucket}/{number}.tar", len(DATA) + 1)
+    text = said()
+    assert text.count("\n") == bool(job)
+    if job:
+        folder = f"{tmp_path}/\\x1b[2J/{OWN} on {os.uname().nodename}"
+        assert f"leaves {folder}: 3 shards, {3 * (len(DATA) + 1):,} bytes" in text and "at most 1,000,000" in text
+    assert said(speaks=False) == said((local,)) == "", "one process speaks, and only of what its job needs"
+    own = tmp_path / "\x1b[2J" / OWN
+    own.rename(tmp_path / "elsewhere")
+    own.symlink_to(tmp_path / "elsewhere")
+    assert said() == "", "a link is no folder of the cache"
