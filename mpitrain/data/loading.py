@@ -1,9 +1,13 @@
 """The data of a run: a corpus in the shared memory of a node, or sources of documents."""
 
+import errno
 import glob
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +15,7 @@ import numpy as np
 from collectives import Communicator
 from collectives.transports.node.memory import say_short
 from mpitrain.config import ConfigError, DataConfig, SourceConfig
-from mpitrain.data.cache import ShardCache
+from mpitrain.data.cache import ShardCache, cache_folder, needs_copy
 from mpitrain.data.checksums import is_checksum_list
 from mpitrain.data.corpus import Listing, Part, read_into, scan
 from mpitrain.data.documents import is_compressed, kind_of
@@ -22,6 +26,8 @@ from mpitrain.data.streaming.sources import Source
 from mpitrain.data.tokenizers import JsonTokenizer, Tokenizer
 from mpitrain.data.tokens import TokenFiles, open_tokens
 from mpitrain.rank0 import on_rank0
+
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 class Corpus(NamedTuple):
@@ -137,6 +143,47 @@ def shard_cache(config: DataConfig, lists: Iterable[ShardList]) -> ShardCache:
     checksums = {path: checksum for its in lists for path, checksum in its.checksums.items()}
     versions = {path: version for its in lists for path, version in its.versions.items()}
     return ShardCache(config.cache, limit_bytes=config.cache_bytes, checksums=checksums, versions=versions)
+
+
+def say_what_stays(config: DataConfig, lists: Iterable[ShardList], *, speaks: bool) -> None:
+    """Print a line about the cache of this node, if this is a batch job and shards of these lists go through the cache.
+
+    Also if the user has named the folder: the line says how much is there, with the shards of earlier jobs. `speaks`: of one process of
+    each node. No error: a job ends.
+    """
+    if (
+        not speaks
+        or not any(map(os.environ.get, _JOBS))
+        or not any(needs_copy(path) for its in lists for path in its.paths)
+    ):
+        return
+    if text := _about(cache_folder(config.cache), config.cache_bytes):
+        say_remark(Remark(text))
+
+
+def _about(folder: Path, limit_bytes: int) -> str:
+    """The line about a folder of the cache; "" if nothing is there."""
+    num_shards, num_bytes = 0, 0
+    try:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            return ""
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another job makes room
+                    its = entry.stat(follow_symlinks=False)
+                    # Beside the shards there are locks, and what killed ranks have left.
+                    num_shards += "." not in entry.name
+                    num_bytes += its.st_size
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return ""
+        return f"this batch job may leave shards in {folder} on {os.uname().nodename}: {error.strerror}"
+    if not num_bytes:
+        return ""
+    return (
+        f"this batch job leaves {folder} on {os.uname().nodename}: {num_shards:,} shard{'s' * (num_shards != 1)}, {num_bytes:,} bytes, "
+        f"for later runs there (data.cache_bytes: at most {limit_bytes:,}); remove the folder if none needs them"
+    )
 
 
 def speed_up(

@@ -11,8 +11,7 @@ import ckpt
 import collectives
 from collectives import Communicator, recovery
 from mpitrain.config import Config
-from mpitrain.data.leaving import say_what_stays
-from mpitrain.data.loading import Documents
+from mpitrain.data.loading import Documents, say_what_stays
 from mpitrain.elastic.marks import Reason, launch_number
 from mpitrain.elastic.supervisor.batch import is_batch_job
 from mpitrain.files import replace

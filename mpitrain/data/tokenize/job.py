@@ -17,8 +17,7 @@ from collectives import Communicator
 from collectives.diagnosis.hangs.deadline import Deadline
 from mpitrain.config import ConfigError, DataConfig
 from mpitrain.data.documents import VERSION, Cut, DamagedSampleError, checked_text, has_kind_as_before
-from mpitrain.data.leaving import say_what_stays
-from mpitrain.data.loading import shard_cache
+from mpitrain.data.loading import say_what_stays, shard_cache
 from mpitrain.data.open_shards import first_texts
 from mpitrain.data.streaming.feed import Tolerance, tell
 from mpitrain.data.tokenize.documents import Origin, Piece, cuts_of, find, pieces_of

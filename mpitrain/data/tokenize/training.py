@@ -13,8 +13,7 @@ import numpy as np
 from collectives import is_live_terminal
 from mpitrain.config import ConfigError, DataConfig
 from mpitrain.data.documents import DamagedSampleError, checked_text
-from mpitrain.data.leaving import say_what_stays
-from mpitrain.data.loading import shard_cache
+from mpitrain.data.loading import say_what_stays, shard_cache
 from mpitrain.data.order import keys_of, permute
 from mpitrain.data.streaming.feed import Tolerance, tell
 from mpitrain.data.tokenize.documents import cuts_of, find, pieces_of

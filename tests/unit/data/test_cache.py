@@ -21,7 +21,7 @@ from ckpt.storage.file_info import FileInfo, version_of
 from mpitrain.config import DataConfig
 from mpitrain.data.cache import ShardCache
 from mpitrain.data.documents import DamagedShardError
-from mpitrain.data.leaving import say_what_stays
+from mpitrain.data.loading import say_what_stays
 from mpitrain.data.shards import list_shards
 
 DATA = bytes(range(256)) * 40
