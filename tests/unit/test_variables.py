@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from collectives.variables import OTHERS, VARIABLES, table
+from collectives.commands.variables import OTHERS, VARIABLES, table
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_VARIABLES = {"MPITRAIN_PACK_VALUES"}
@@ -17,7 +17,7 @@ def test_each_name_in_the_sources_is_registered() -> None:
     found: set[str] = set()
     for folder in ("collectives", "ckpt", "mpitrain", "mpirun", "examples"):
         for path in (ROOT / folder).rglob("*"):
-            if path.is_file() and path.suffix != ".pyc" and path != ROOT / "collectives/variables.py":
+            if path.is_file() and path.suffix != ".pyc" and path != ROOT / "collectives/commands/variables.py":
                 found |= set(
                     re.findall(r"\b(?:MPITRAIN|COLLECTIVES|CKPT)_[A-Z][A-Z0-9_]*\b", path.read_text(errors="replace"))
                 )
@@ -55,7 +55,9 @@ def test_variables_of_others_that_the_code_names_are_registered() -> None:
 def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs/admin.md").read_text()
     for part in (table(), table(OTHERS)):
-        assert part in page, "replace the tables in docs/admin.md by what `python -m collectives.variables` prints"
+        assert part in page, (
+            "replace the tables in docs/admin.md by what `python -m collectives.commands.variables` prints"
+        )
 
 
 def test_the_names_are_in_order_and_once() -> None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mpitrain.elastic.copies.remote import script
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE, VARIABLES
-from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, probe, sweep
+from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, count, probe, sweep
 from mpitrain.elastic.supervisor.batch import Queue, ending_state, is_batch_job
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
@@ -21,7 +22,6 @@ from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.memory_kills import NAMED, LaunchKills
 from mpitrain.elastic.supervisor.mpi_files import Segment, Sessions, find_segments, remove_segments
-from mpitrain.elastic.supervisor.node_copies import remove_copies
 from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.texts import public
 from mpitrain.elastic.supervisor.words import Command, resume_of
@@ -352,8 +352,8 @@ class Supervisor:
     def _remove_copies(self) -> None:
         """The run has ended with a checkpoint: remove the copies of its state that are left on hosts that answered last."""
         if (run := self.folder.run_id()) is not None:
-            num = remove_copies(self.plan.agent, self._live, run, self.plan.limits.probe_s, self._indices)
-            if num:
+            counts = count(self.plan.agent, self._live, script(run), self.plan.limits.probe_s, self._indices)
+            if num := sum(counts.values()):
                 say(f"removed {num} file{'s' * (num != 1)} of copies that the run had left in node memory")
 
     def _give_up(self) -> int:

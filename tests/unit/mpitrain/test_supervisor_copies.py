@@ -10,9 +10,14 @@ import pytest
 from mpitrain.elastic.copies.files import CopyFile, files_of, path_of
 from mpitrain.elastic.copies.folders import own_folder
 from mpitrain.elastic.copies.holding import hold, release
+from mpitrain.elastic.copies.remote import script
 from mpitrain.elastic.lease import raise_lease
-from mpitrain.elastic.supervisor.agents import parse_agent
-from mpitrain.elastic.supervisor.node_copies import remove_copies, script
+from mpitrain.elastic.supervisor.agents import count, parse_agent
+
+
+def removed(run: str) -> int:
+    """Remove a run's copies from this host; returns their number."""
+    return sum(count(parse_agent("false"), [], script(run), 10.0, {}).values())
 
 
 def test_what_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,12 +38,12 @@ def test_what_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     strange.symlink_to(other)
     outside = room / "copy-abc-local-00000001-00000.0"
     outside.touch()
-    assert remove_copies(parse_agent("false"), [], "abc", 10.0, {}) == 4
+    assert removed("abc") == 4
     assert files_of("abcd") == [other] and files_of("abc") == [strange] and outside.exists()
     strange.unlink()
-    assert remove_copies(parse_agent("false"), [], "abcd", 10.0, {}) == 1
+    assert removed("abcd") == 1
     assert list(room.iterdir()) == [outside], "the empty folders too"
-    assert remove_copies(parse_agent("false"), [], "abcd", 10.0, {}) == 0
+    assert removed("abcd") == 0
 
 
 def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """All environment variables of the project, in one place: what each is for, and what holds without it.
 
-`python -m collectives.variables` prints the two tables of docs/admin.md. A test compares them with the page, and with the sources.
+`python -m collectives.commands.variables` prints the two tables of docs/admin.md. A test compares them with the page, and with the
+sources.
 """
 
 from typing import NamedTuple
