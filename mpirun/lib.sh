@@ -96,7 +96,7 @@ srun_words() {
     by_srun=()
     [ -n "${SLURM_JOB_ID-}" ] && [ "${#survive[@]}" = 0 ] && command -v srun >/dev/null || return 0
     case $("$mpirun" --version 2>&1) in *"Open MPI"*) ;; *) return 0 ;; esac
-    case $(srun --mpi=list 2>&1) in *pmix*) by_srun=(srun --mpi=pmix) ;; esac
+    case $(srun --mpi=list 2>&1) in *pmix*) by_srun=(srun --mpi=pmix) ;; *) return 0 ;; esac
     # Since Slurm 22.05 srun does not take the job's cores of a task, unless it is told by this variable
     [ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK-$SLURM_CPUS_PER_TASK}
 }

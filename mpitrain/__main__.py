@@ -14,8 +14,8 @@ if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
 from mpitrain.elastic import marks
 from mpitrain.train import stop
 
-# Before all other imports: without a handler, a request to stop would end the process.
-stop.listen()
+# Before all other imports: without a handler, a request to stop would end the process. A word that is no setting names a command.
+stop.listen(trains=sys.argv[1:2] in ([], ["train"]) or sys.argv[1].startswith("-"))
 marks.starting()
 
 from collectives.diagnosis.ending import end_process  # noqa: E402

@@ -19,13 +19,14 @@ _OF_MPIRUN = "OMPI_COMM_WORLD_RANK"
 """Open MPI's mpirun sets this variable for its ranks; srun does not."""
 
 
-def listen() -> None:
+def listen(*, trains: bool = True) -> None:
     """From now on SIGUSR1 is a request to stop. An earlier request is a file at the path in MPITRAIN_STOP_FILE.
 
-    SIGTERM is one too in a task of srun: by it Slurm announces scancel, preemption, a requeue and the limit of time, perhaps twice.
+    SIGTERM is one too for a program that `trains` as a task of srun: by it Slurm announces scancel, preemption, a requeue and the limit
+    of time, perhaps twice. Other programs, which nothing asks whether they should stop, end by it.
     """
     signal.signal(signal.SIGUSR1, _request)
-    if _is_task_of_srun():
+    if trains and _is_task_of_srun():
         signal.signal(signal.SIGTERM, _request)
     file = os.environ.get("MPITRAIN_STOP_FILE")
     if file and Path(file).exists():
