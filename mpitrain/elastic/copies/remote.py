@@ -9,16 +9,21 @@ import shlex
 
 _REMOVE = r"""
 [ -n "$folder" ] || { folder=/dev/shm && [ -d "$folder" ]; } || folder=${TMPDIR:-/tmp}
-num=0
+num=0 live=
 for own in "$folder/mpitrain-$(id -u)" "$folder/mpitrain-$(id -u)".[0-9]; do
-    [ -d "$own" ] && [ ! -L "$own" ] && [ -O "$own" ] || continue
+    [ ! -L "$own" ] && [ -O "$own" ] && [ -f "$own/copy-$run-held" ] && [ ! -L "$own/copy-$run-held" ] || continue
+    flock -n "$own/copy-$run-held" true || live=1
+done
+for own in "$folder/mpitrain-$(id -u)" "$folder/mpitrain-$(id -u)".[0-9]; do
+    [ -z "$live" ] && [ -d "$own" ] && [ ! -L "$own" ] && [ -O "$own" ] || continue
     for file in "$own/copy-$run"-*; do
         [ -f "$file" ] && [ ! -L "$file" ] && rm -f -- "$file" && num=$((num + 1))
     done
     rmdir -- "$own" 2>/dev/null || true
 done
 """
-"""Counts the files in num."""
+"""Counts the files in num. If a process holds the lock of a file "held" (holding.py), the copies are those of another job: its run's
+folder was copied, with the id in it. Then none is removed."""
 
 
 def script(run: str) -> str:

@@ -38,6 +38,9 @@ def test_what_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     strange.symlink_to(other)
     outside = room / "copy-abc-local-00000001-00000.0"
     outside.touch()
+    hold("abc")  # as a job whose run folder was copied, with the id in it
+    assert removed("abc") == 0
+    release("abc")
     assert removed("abc") == 4
     assert files_of("abcd") == [other] and files_of("abc") == [strange] and outside.exists()
     strange.unlink()
