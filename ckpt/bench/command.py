@@ -20,7 +20,7 @@ from ckpt.saving.placement import files_error
 from collectives import Communicator
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.turns import Contestant, make_each, slowest, spread, take_turns
-from collectives.bench.units import show_bytes
+from collectives.texts import show_bytes
 
 PEERS: dict[str, tuple[str, Callable[[str, Testbed, list[Cut]], Stored]]] = {
     "posix": (POSIX, PosixFiles), "dcp": (DCP, Dcp),

@@ -5,7 +5,7 @@ from math import ceil
 
 from collectives.bench.kit.pictures import new_figure
 from collectives.bench.results import GLOO, RAW, CollectivesLaunch
-from collectives.bench.units import show_bytes
+from collectives.texts import show_bytes
 
 
 def plot(path: str, launches: Sequence[CollectivesLaunch]) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 from collectives.bench.kit.tables import new_table
 from collectives.bench.report import overhead
 from collectives.bench.results import RAW, CollectivesLaunch, Measurement, Skipped
-from collectives.bench.units import show_bytes
+from collectives.texts import show_bytes
 
 
 def tables(launches: Sequence[CollectivesLaunch]) -> Iterator[RenderableType]:

@@ -3,8 +3,6 @@
 import re
 from fractions import Fraction
 
-from collectives.texts import show_bytes as show_bytes
-
 # Fractions, so that 5us is exactly the float 5e-6.
 _BYTES = {
     **{unit: Fraction(n) for unit, n in {"B": 1, "": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}.items()},

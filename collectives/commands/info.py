@@ -10,10 +10,10 @@ from rich.text import Text
 
 import collectives
 from collectives.arrays.dtypes import MOVED, TABLE
-from collectives.bench.units import show_bytes
 from collectives.commands.terminal import Commands, console
 from collectives.selection.selector import ALGORITHMS
 from collectives.selection.wire import load_codec
+from collectives.texts import show_bytes
 from collectives.version import release
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from collectives.bench.kit.pictures import new_figure
-from collectives.bench.units import show_bytes, show_seconds
+from collectives.bench.units import show_seconds
 from collectives.commands.terminal import UsageError
+from collectives.texts import show_bytes
 
 
 def draw(path: str, title: str, subtitle: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from collectives.bench.units import show_bytes
+from collectives.texts import show_bytes
 from mpitrain.parts import part_of
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import kind_of, params_by_shard, unit_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from collectives import Communicator
-from collectives.bench.units import show_bytes
+from collectives.texts import show_bytes
 from mpitrain.config import Config
 from mpitrain.data.loading import Corpus, Documents
 from mpitrain.data.tokens import TokenFiles

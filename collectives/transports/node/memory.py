@@ -24,9 +24,9 @@ from uuid import uuid4
 import numpy as np
 
 from collectives.arrays.buffer import address_of
-from collectives.bench.units import show_bytes
 from collectives.diagnosis.together import together
 from collectives.files import open_new
+from collectives.texts import show_bytes
 
 _ALIGN = mmap.PAGESIZE
 _log = logging.getLogger("collectives")

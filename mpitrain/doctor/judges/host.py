@@ -1,6 +1,6 @@
 """Judges the folders of one host: node memory, the run's disk, temporary files. Pure: facts in, findings out."""
 
-from collectives.bench.units import show_bytes
+from collectives.texts import show_bytes
 from mpitrain.doctor.findings import Finding, Level, ok
 from mpitrain.doctor.host import Disk, Leftovers, Memory, Most, Temporary
 from mpitrain.doctor.packages import Need

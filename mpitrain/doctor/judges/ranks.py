@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from collectives.bench.units import show_bytes
 from collectives.environment import CHOICES
+from collectives.texts import show_bytes
 from mpitrain.doctor.findings import Finding, Level, merge, names, ok
 from mpitrain.doctor.ranks import Cores, Environment, Limits, Names, Versions
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt.tensors import inspect
 from collectives import Communicator
-from collectives.bench.units import show_bytes
+from collectives.texts import show_bytes
 from collectives.transports.node.memory import folder, room
 from mpitrain.elastic.copies.files import (
     CopyFile,

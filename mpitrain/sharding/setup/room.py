@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from collectives.bench.units import show_bytes
+from collectives.texts import show_bytes
 from collectives.transports.node.memory import folder, room, say_short
 from collectives.transports.node.staged import ring_bytes
 from mpitrain.sharding.setup.policy import MixedPrecisionPolicy

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from extent import extent
-from hosts import need_namespaces
-from launching import ROOT, YIELDS, Result, is_open_mpi, run
+from hosts import cluster, need_namespaces
+from launching import ROOT, Result, is_open_mpi
 from main_job import STEPS, command, losses
 from slurm_packages import slurm_root
 
@@ -25,21 +25,11 @@ def on_slurm(event: str, folder: Path, run_folder: Path, script: Path, *argument
     root = slurm_root()
     if root is None:
         pytest.skip("Slurm's packages cannot be had here")
-    words = [
-        ROOT / "mpirun/cluster",
-        "run",
-        "-H",
-        "2x1",
-        "--on-head",
-        "--timeout",
-        f"{timeout_s - 8:.0f}",
-        "--",
-        sys.executable,
-    ]
-    words += [ROOT / "tests/helpers/slurm_head.py", event, root, folder, run_folder, script, *arguments]
-    helpers = str(ROOT / "tests/helpers")
-    env = YIELDS | {"PYTHONPATH": f"{ROOT}:{helpers}", "OMP_NUM_THREADS": "1"}
-    return run(words, cwd=ROOT, env=env, timeout_s=timeout_s)  # type: ignore[arg-type]
+    helpers = ROOT / "tests/helpers"
+    words = [helpers / "slurm_head.py", event, root, folder, run_folder, script, *arguments]
+    options = ["-H", "2x1", "--on-head", "--timeout", f"{timeout_s - 8:.0f}"]
+    env = {"PYTHONPATH": f"{ROOT}:{helpers}", "OMP_NUM_THREADS": "1"}
+    return cluster(*options, "--", sys.executable, *map(str, words), env=env, timeout_s=timeout_s)
 
 
 def test_a_job_that_is_cancelled_saves_the_step_in_progress(tmp_path: Path, corpus: Path) -> None:
