@@ -13,10 +13,10 @@ from collectives.bench.units import (
     parse_seconds,
     parse_size,
     parse_sizes,
-    show_bytes,
     show_counts,
     show_seconds,
 )
+from collectives.texts import show_bytes
 
 
 def test_sizes() -> None:
