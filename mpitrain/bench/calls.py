@@ -173,5 +173,6 @@ def report(calls: Sequence[Call], folders: dict[str, str], given: argparse.Names
     for (name, path), count in paths.most_common(given.show):
         print(f"{count:7,} {name} {path}")
     total = sum(counts.values())
-    print(f"{total:,} calls of {given.np} ranks" + ("" if given.most is None else f"; expected at most {given.most:,}"))
+    ranks = f" of {given.np} ranks" if given.launcher is None else ""  # it has its own number
+    print(f"{total:,} calls{ranks}" + ("" if given.most is None else f"; expected at most {given.most:,}"))
     return int(given.most is not None and total > given.most)

@@ -103,8 +103,9 @@ def entries(found: Layout, without: list[str]) -> Iterator[Entry]:
     seen: set[str] = set()
     sources = []
     own = [(f"{found.prefix}/lib", folder) for folder in _own_libraries()]
+    tree = _Trees({folder: name for name, folder in found.trees}, left_out)
     for name, folder in [*found.trees, *own]:
-        for entry in _tree(name, folder, left_out):
+        for entry in tree.entries(name, folder):
             if entry.name not in seen:
                 seen.add(entry.name)
                 if folder in found.sources:
@@ -163,38 +164,60 @@ def _unused(found: Layout) -> list[str]:
     return ["python/lib/*/site-packages"]
 
 
-def _tree(name: str, folder: Path, left_out: list[str]) -> Iterator[Entry]:
-    """The files and links below a folder, or the file itself."""
-    if folder.is_file():
-        yield Entry(name, folder)
-        return
-    with os.scandir(folder) as found:
-        inside = sorted(found, key=lambda one: one.name)
-    for one in inside:
-        entry = f"{name}/{one.name}"
-        path = Path(one.path)
-        if any(fnmatch(entry, pattern) for pattern in left_out):
-            continue
-        if one.is_symlink():
-            yield from _link(entry, path, left_out)
-        elif one.is_dir():
-            yield from _tree(entry, path, left_out)
-        elif one.is_file():
-            yield Entry(entry, path)
+class _Trees:
+    """The files of folders. `places`: each folder that is packed, with its name in the pack. So a folder to which links lead is packed
+    once, also if they lead upwards."""
 
+    def __init__(self, places: dict[Path, str], left_out: list[str]) -> None:
+        self._places, self._left_out = places, left_out
 
-def _link(name: str, path: Path, left_out: list[str]) -> Iterator[Entry]:
-    """A link within its folder, or to the system's files, stays a link. Another is followed."""
-    target = os.readlink(path)
-    if Path(target).is_relative_to("/usr") or ("/" not in target and path.exists()):
-        yield Entry(name, path, link=target)
-    elif _is_python(path):
-        below = Path(os.path.realpath(path))
-        base = Path(sys.base_prefix).resolve()
-        inside = os.path.relpath(Path("python") / below.relative_to(base), Path(name).parent)
-        yield Entry(name, path, link=str(below) if base in OF_SYSTEM else inside)
-    elif path.exists():
-        yield from _tree(name, path, left_out)
+    def entries(self, name: str, folder: Path) -> Iterator[Entry]:
+        """The files and links below a folder, or the file itself."""
+        if folder.is_file():
+            yield Entry(name, folder)
+            return
+        with os.scandir(folder) as found:
+            inside = sorted(found, key=lambda one: one.name)
+        for one in inside:
+            entry = f"{name}/{one.name}"
+            if self._is_left_out(entry):
+                continue
+            if one.is_symlink():
+                yield from self._link(entry, Path(one.path))
+            elif one.is_dir():
+                yield from self.entries(entry, Path(one.path))
+            elif one.is_file():
+                yield Entry(entry, Path(one.path))
+
+    def _link(self, name: str, path: Path) -> Iterator[Entry]:
+        """A link within its folder, to the system's files or to a folder of the pack stays a link. Another is followed."""
+        target, real = os.readlink(path), Path(os.path.realpath(path))
+        if Path(target).is_relative_to("/usr") or ("/" not in target and target != ".." and path.exists()):
+            yield Entry(name, path, link=target)
+        elif _is_python(path):
+            base = Path(sys.base_prefix).resolve()
+            inside = os.path.relpath(Path("python") / real.relative_to(base), Path(name).parent)
+            yield Entry(name, path, link=str(real) if base in OF_SYSTEM else inside)
+        elif path.is_dir():
+            if packed := self._packed(real):
+                yield Entry(name, path, link=os.path.relpath(packed, Path(name).parent))
+            else:
+                self._places[real] = name
+                yield from self.entries(name, path)
+        elif path.is_file():  # a copy, as the run path of a library leads from where it lies
+            yield Entry(name, path)
+
+    def _packed(self, real: Path) -> str:
+        """The name of a folder in the pack; "" if it is not in it."""
+        for above in (real, *real.parents):
+            if above in self._places:
+                name = (Path(self._places[above]) / real.relative_to(above)).as_posix()
+                parts = [each.as_posix() for each in (Path(name), *Path(name).parents)]
+                return "" if any(map(self._is_left_out, parts)) else name
+        return ""
+
+    def _is_left_out(self, name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in self._left_out)
 
 
 def _is_python(path: Path) -> bool:

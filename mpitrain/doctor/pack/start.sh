@@ -27,22 +27,62 @@ die() {
 
 here() { printf '%s on %s' "$parent" "$(uname -n)"; }
 
+check_tools() {
+    local tool
+    for tool in awk cut dd df flock head mkdir mktemp mv readlink rm sed setsid sha256sum stat tail tar tee uname xargs; do
+        command -v "$tool" >/dev/null || die "$tool is missing on $(uname -n 2>/dev/null): a pack needs it"
+    done
+}
+
 gb() { awk -v bytes="$1" 'BEGIN { printf "%.2f GB", bytes / 1e9 }'; }
 
-# Only this user may have made what runs here: a folder that others can write would give them the ranks.
-own_folder() {
-    mkdir -m 700 -- "$parent" 2>/dev/null || true
-    [ -d "$parent" ] && [ ! -L "$parent" ] || die "$(here) cannot be made: set MPITRAIN_PACK_DIR to a folder of a local disk"
-    [ -O "$parent" ] && [ "$(stat -c %a -- "$parent")" = 700 ] ||
-        die "$(here) must belong to you, with mode 700: remove it, or set MPITRAIN_PACK_DIR to another folder"
+# What runs here may only this user have made: neither in the folder itself, nor by another folder of its name. Who can write to one
+# above can rename it, unless that one is sticky, as /dev/shm is. In a container without root "/" belongs to the number of root outside.
+check_above() {
+    local above=$base folders=(/) owner mode folder_above outside
+    while [ "$above" != / ]; do
+        folders+=("$above")
+        above=${above%/*}
+        above=${above:-/}
+    done
+    outside=$(stat -c %u /)
+    while read -r owner mode folder_above; do
+        case $owner in "$EUID" | 0 | "$outside") [ $((8#$mode & 8#22)) != 0 ] && [ $((8#$mode & 8#1000)) = 0 ] || continue ;; esac
+        die "others could replace the environment in $base: $folder_above belongs to user $owner, mode $mode;" \
+            "set MPITRAIN_PACK_DIR to a folder of yours that nobody else can write to"
+    done < <(stat -c '%u %a %n' -- "${folders[@]}")
+}
+
+is_own() { # mkdir gives the setgid bit of the folder above on
+    [ -d "$1" ] && [ ! -L "$1" ] && [ -O "$1" ] && [[ $(stat -c %a -- "$1") =~ ^[0-7]?700$ ]]
+}
+
+# Sets parent and folder. Another user can make a name first, which this one cannot remove, so there are eight, as for copies of the state.
+choose_folder() { # $1: make: it may be made
+    local name
+    base=$(readlink -e -- "$above_parent") && [ -d "$base" ] || die "$above_parent on $(uname -n) is no folder: set MPITRAIN_PACK_DIR to one"
+    check_above
+    names=("${base%/}/mpitrain-pack-$EUID"{,.1,.2,.3,.4,.5,.6,.7})
+    for name in "${names[@]}"; do
+        parent=$name folder=$name/$id
+        [ ! -d "$folder" ] || ! is_own "$name" || return 0
+    done
+    for name in "${names[@]}"; do
+        parent=$name folder=$name/$id
+        [ -z "${1-}" ] || mkdir -m 700 -- "$name" 2>/dev/null || true
+        ! is_own "$name" || return 0
+    done
+    parent=${names[0]} folder=${names[0]}/$id
+    [ -n "${1-}" ] || return 0
+    [ -e "$parent" ] || [ -L "$parent" ] || die "$(here) cannot be made: set MPITRAIN_PACK_DIR to a folder of a local disk"
+    die "$(here), and 7 more names, must belong to you, with mode 700: set MPITRAIN_PACK_DIR to another folder"
 }
 
 # One process of this user at a time unpacks or removes (descriptor 9). A process in the environment shares a lock on its folder
 # (descriptor 8), which the kernel drops however the process ends.
 lock() {
-    own_folder
     exec 9<"$parent"
-    flock 9
+    flock 9 7<&-
 }
 
 unlock() { exec 9<&-; }
@@ -52,7 +92,9 @@ warn_if_old() { # by the process that speaks for the job: looking costs a call a
     local newer
     mapfile -t newer < <(xargs -0 -r stat -L -c '%.6Y %n' <"$folder/.sources" 2>/dev/null |
         awk -v at="$packed_at" '$1 > at + 0 { sub(/[^ ]* /, ""); print }')
-    [ ${#newer[@]} = 0 ] || say "note: ${newer[0]} has changed since this was packed (${#newer[@]} files in all): to use that, pack again"
+    local others=''
+    [ ${#newer[@]} -le 1 ] || others=" (and $((${#newer[@]} - 1)) more)"
+    [ ${#newer[@]} = 0 ] || say "note: ${newer[0]}$others has changed since this was packed: to use that, pack again"
 }
 
 check_room() {
@@ -68,26 +110,27 @@ check_room() {
     esac
 }
 
+# What was interrupted: nobody else unpacks or removes now.
+sweep() { rm -rf -- "$parent"/.new.* "$parent"/*.dead; }
+
 # To a folder with another name, which is renamed when all is there and the checksum fits. So the name stands for a whole environment.
-unpack() {
-    rm -rf -- "$parent"/.new.* # of one that was interrupted: nobody else unpacks now
+unpack() { # $1: with_remover
+    sweep
     check_room
-    local new sum tar
+    local new sum
     new=$(mktemp -d "$parent/.new.XXXXXX")
     trap 'rm -rf -- "$new"' EXIT
     trap 'exit 143' TERM INT HUP
-    mkfifo "$new/.pipe"
-    tar -xf "$new/.pipe" -C "$new" --no-same-owner 2>"$new/.said" 9<&- &
-    tar=$!
-    # -p: on to the end although tar has ended, by an error or after its last file, so that the checksum is that of all
-    sum=$(dd if="$pack" bs=16M iflag=skip_bytes,fullblock skip="$header" status=none 2>"$new/.read" | tee -p "$new/.pipe" 2>/dev/null |
+    [ -z "${1-}" ] || start_remover "$new" # now, as this process may be killed
+    # tee -p: on to the end although tar has ended, by an error or after its last file, so that the checksum is that of all.
+    # tar's standard output is the pipe to sha256sum, which so waits for the end of tar, too.
+    sum=$(dd if="$pack" bs=16M iflag=skip_bytes,fullblock skip="$header" status=none 2>"$new/.read" |
+        tee -p >(tar -xf - -C "$new" --no-same-owner 2>"$new/.said" && : >"$new/.whole") 2>/dev/null |
         sha256sum | cut -d ' ' -f 1) || true
-    local rc=0
-    wait "$tar" || rc=$?
     [ ! -s "$new/.read" ] || die "$pack: $(head -n 1 "$new/.read")"
     [ "$sum" = "$checksum" ] || die "$pack is damaged: its SHA-256 is $sum, expected $checksum; copy it again, or pack again"
-    [ "$rc" = 0 ] || die "$pack cannot be unpacked to $(here): $(head -n 1 "$new/.said")"
-    rm -f "$new/.pipe" "$new/.said" "$new/.read"
+    [ -e "$new/.whole" ] || die "$pack cannot be unpacked to $(here): $(head -n 1 "$new/.said")"
+    rm -f "$new/.said" "$new/.read" "$new/.whole"
     # Python finds its library by this file
     [ ! -f "$new/env/pyvenv.cfg" ] || [ ! -d "$new/python" ] || sed -i "s|^home = .*|home = $folder/python/bin|" "$new/env/pyvenv.cfg"
     chmod 700 "$new"
@@ -95,25 +138,55 @@ unpack() {
     trap - EXIT TERM INT HUP
 }
 
-# Whether nothing runs there; if so, the folder is gone.
+# With the lock: removes the folder unless a process runs there. 1: one does. 2: it cannot be removed.
 remove_if_free() {
     [ -d "$folder" ] || return 0
     (
         exec 8<"$folder"
         flock -n 8 || exit 1
-        mv -T -- "$folder" "$folder.dead" # at once, as a rank of another job may look for it
-        rm -rf -- "$folder.dead"
+        sweep && mv -T -- "$folder" "$folder.dead" && rm -rf -- "$folder.dead" || exit 2 # at once, as a rank of another job may look for it
     )
 }
 
-# Beside the ranks, until the last one has ended.
+# With the lock: a process beside the ranks, which removes the folder after the last one. There is one of a folder: it holds the lock of
+# a file in it (descriptor 7), so that another takes its place if it was killed.
+start_remover() { # $1: the folder, perhaps under its first name
+    exec 7>>"$1/.remover"
+    if flock -n 7; then
+        setsid bash "$pack" .remove-at-end "$parent" </dev/null >/dev/null 2>&1 8<&- 9<&- &
+    fi
+    exec 7>&-
+}
+
 remove_at_end() {
-    [ -d "$folder" ] || return 0
-    exec 8<"$folder"
-    flock 8
-    exec 8<&-
-    lock
-    [ -e "$folder/.stay" ] || remove_if_free || true
+    local rc
+    while lock && [ ! -e "$folder/.stay" ]; do # it waits for the process that unpacks
+        rc=0
+        remove_if_free || rc=$?
+        if [ $rc != 1 ]; then
+            sweep
+            break
+        fi
+        unlock
+        exec 8<"$folder" || continue
+        flock 8 7<&- # a program that waits longer than this process must not keep its lock
+        exec 8<&-
+    done
+}
+
+# All of this pack in the folders of this user. 1: a process still runs in it.
+remove() {
+    local name rc
+    for name in "${names[@]}"; do
+        is_own "$name" || continue
+        parent=$name folder=$name/$id rc=0
+        lock
+        remove_if_free || rc=$?
+        [ $rc != 1 ] || die "processes still run in $folder: end them first"
+        sweep || rc=2
+        [ $rc = 0 ] || die "$(here) cannot be emptied, see above"
+        unlock
+    done
 }
 
 # The folders of a path that are not in the environment as it lay when it was packed. mpirun gives its ranks some of those.
@@ -127,16 +200,15 @@ elsewhere() {
 }
 
 run() {
+    choose_folder make
     lock
     if [ ! -d "$folder" ]; then
-        unpack
-        exec 8<"$folder"
-        flock -s 8
-        setsid bash "$pack" .remove-at-end </dev/null >/dev/null 2>&1 8<&- 9<&- &
-    else
-        exec 8<"$folder"
-        flock -s 8
+        unpack with_remover
+    elif [ ! -e "$folder/.stay" ]; then
+        start_remover "$folder"
     fi
+    exec 8<"$folder"
+    flock -s 8
     unlock
     [ -e "$folder/.stay" ] || warn_if_old
     local env=$folder/$prefix
@@ -163,23 +235,31 @@ run() {
 }
 
 main() {
+    check_tools
     pack=$(readlink -f -- "$0")
-    parent=${MPITRAIN_PACK_DIR:-${MPITRAIN_SHM_DIR:-/dev/shm}}/mpitrain-pack-$(id -u)
-    folder=$parent/${checksum:0:16}
+    above_parent=${MPITRAIN_PACK_DIR:-${MPITRAIN_SHM_DIR:-/dev/shm}}
+    id=${checksum:0:16}
     case ${1-} in
     '' | -h | --help | help) sed -n '2,/^[^#]/ s/^# \{0,1\}//p' "$pack" | head -n 12 ;;
-    show) printf '%s\n' "$about" "unpacked: $(gb "$unpacked"), to $folder ($([ -d "$folder" ] && echo there now || echo not there))" ;;
+    show)
+        choose_folder
+        printf '%s\n' "$about" "unpacked: $(gb "$unpacked"), to $folder ($([ -d "$folder" ] && echo there now || echo not there))"
+        ;;
     unpack)
+        choose_folder make
         lock
         [ -d "$folder" ] || unpack
         warn_if_old
         : >"$folder/.stay"
         ;;
     remove)
-        lock
-        remove_if_free || die "processes still run in $folder: end them first"
+        choose_folder
+        remove
         ;;
-    .remove-at-end) remove_at_end ;;
+    .remove-at-end)
+        parent=$2 folder=$2/$id
+        remove_at_end
+        ;;
     *) run "$@" ;;
     esac
 }
