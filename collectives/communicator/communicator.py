@@ -117,8 +117,8 @@ class Communicator:
         self.placement = self._transports.placement
         self.num_nodes = self.placement.num_nodes
         memory = self._transports.memory
-        if memory is not None:
-            memory.on_change(self._plans.forget)  # an address may change from private to node memory, or back
+        # An address may change from private to node memory, or back.
+        self._transports.node_memory.on_change(self._plans.forget)
         self._devices = Devices(
             mpi,
             placement=self.placement,

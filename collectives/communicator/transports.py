@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # importing it starts MPI
 class Transports:
     """The transports of the ranks of `mpi`. `grid[k]`: the ranks on node k, in order; `placement`: the number of ranks on each node.
 
-    `memory`: the node memory; None on several nodes. `shared`: the transport through `memory`; None also if that cannot be allocated.
+    `node_memory`: of this rank's node. `memory`: the same; None on several nodes. `shared`: the transport through `memory`; None also
+    if that cannot be allocated.
     `on_node`: the `shared` of this rank's node; None on all ranks if a node has none.
     `away`: the ranks on other nodes. `table`: the table from which "auto" chooses; `wire`: the format of data between nodes; `selector`
     makes the choice.
@@ -54,15 +55,16 @@ class Transports:
         self.away = frozenset(rank for ranks in grid if mpi.rank not in ranks for rank in ranks)
         self._executor = Executor(mpi, away=self.away)
         self._schedule = partial(Scheduled, self._executor, rank=mpi.rank, size=mpi.size)
-        library = Library(mpi)
+        library = Library(mpi, is_shared=self._is_shared)
         self._made: dict[str, Transport] = {"mpi": library}  # by algorithm
         self._planners: dict[str, Planner] = {"mpi": library}
         self._infeasible: dict[str, str] = {}  # algorithms that cannot run on these ranks, and the reason
         self.memory: NodeMemory | None = None
+        self.node_memory: NodeMemory
         self.shared: Shared | None = None
         self.on_node: Shared | None = None
         if isinstance(of_node, NodeMemory):
-            self.memory = of_node
+            self.memory = self.node_memory = of_node
             self._share(of_node)
         else:
             self._join(of_node)
@@ -81,7 +83,7 @@ class Transports:
 
     def _join(self, node: "Transports") -> None:
         """Use the transports of this rank's node, on a communicator that may span several nodes."""
-        self.on_node = node.shared
+        self.on_node, self.node_memory = node.shared, node.node_memory
         if len(self.grid) == 1:
             self.memory, self.shared = node.memory, node.shared
             self._infeasible |= node._infeasible
@@ -130,6 +132,11 @@ class Transports:
         if number and (operation != "all_gather" or self.memory.is_one_array(number)):  # type: ignore[union-attr]
             return "node"
         return "private"
+
+    def _is_shared(self, flat: np.ndarray) -> bool:
+        """Whether other ranks of the node have `flat`, too: it lies in an array of `shared`."""
+        memory = self.node_memory
+        return memory.size > 1 and not memory.holds_none and memory.is_one_array(memory.find(flat)[0])
 
     def planner(self, algorithm: str) -> Planner | None:
         """The transport that plans calls of `algorithm`, or None."""

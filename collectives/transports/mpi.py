@@ -90,10 +90,18 @@ def _reducible(flat: np.ndarray, dtype: DType) -> tuple[np.ndarray, Any]:
 
 
 class Library:
-    """The collectives of the MPI library on the ranks of `mpi`. `arithmetic`: for the kind of memory of the arrays."""
+    """The collectives of the MPI library on the ranks of `mpi`. `arithmetic`: for the kind of memory of the arrays.
 
-    def __init__(self, mpi: Any, arithmetic: Arithmetic = reduction) -> None:
-        self._mpi, self._memory = mpi, arithmetic
+    `is_shared(flat)`: whether other ranks of the node have an array in the same memory.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        arithmetic: Arithmetic = reduction,
+        is_shared: Callable[[np.ndarray], bool] = lambda flat: False,
+    ) -> None:
+        self._mpi, self._memory, self._is_shared = mpi, arithmetic, is_shared
 
     def all_reduce(self, flat: np.ndarray, op: str, dtype: DType) -> None:
         wide, kind = _reducible(flat, dtype)
@@ -123,6 +131,12 @@ class Library:
         self._finish(mine, out, op, dtype)
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:
+        if self._is_shared(out):
+            # MPI libraries may keep parts in other places of `out` meanwhile, where other ranks read them (Open MPI's Bruck does).
+            private = np.empty_like(out)
+            self.all_gather(private, flat, counts)
+            out[...] = private
+            return
         put_own_part(out, flat, counts, self._mpi.rank, self._memory)
         if counts.count(counts[0]) == len(counts):
             self._mpi.Allgather(MPI.IN_PLACE, message(out, counts[0]))
@@ -175,7 +189,7 @@ class Library:
                     _place(out, kind),
                     _op(op, dtype.numpy),
                 )
-            case "all_gather", (out, flat, _) if flat.size <= selector.MAX_COUNT:
+            case "all_gather", (out, flat, _) if flat.size <= selector.MAX_COUNT and not self._is_shared(out):
                 kind = _MOVES[out.itemsize]
                 return self._mpi.Allgather, (_place(flat, kind), _place(out, kind, flat.size))
             case "broadcast", (flat, root) if flat.size <= selector.MAX_COUNT:

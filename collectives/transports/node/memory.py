@@ -83,6 +83,7 @@ class NodeMemory:
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
+        self.size: int = mpi.size
         self._segments: dict[int, _Segment] = {}  # by number
         self._starts: list[int] = []  # the addresses of the segments, sorted
         self._numbers: list[int] = []  # the numbers of the segments, in the order of `_starts`

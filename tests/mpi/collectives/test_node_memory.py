@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pretended_hosts import on_hosts
 
 from collectives import Communicator, on_all_ranks
 from collectives.arrays.buffer import as_numpy, is_torch
@@ -114,6 +115,21 @@ def test_all_gather_where_only_some_parts_stand_in_place(comm: Communicator) -> 
         comm.all_gather(whole, x, algorithm="shared")
         assert whole[:, 0].tolist() == [float(rank + turn) for rank in range(comm.size)]
         comm.barrier()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "ring"])
+def test_all_gather_over_nodes_shows_other_ranks_no_wrong_elements(comm: Communicator, algorithm: str) -> None:
+    """MPI libraries may use the result as scratch memory, and two ranks have one result: as equal parts, in place and not."""
+    hosts = on_hosts(comm.mpi, [0, 1, 1])
+    whole = hosts.node.shared((hosts.size, 100), np.float32)
+    expected = np.repeat(np.arange(1, hosts.size + 1), 100).reshape(whole.shape)
+    for turn in range(50):
+        mine = whole[hosts.rank] if turn % 2 else np.empty(100, np.float32)
+        mine[:] = hosts.rank + 1
+        hosts.all_gather(whole, mine, algorithm=algorithm)
+        assert np.array_equal(whole, expected), turn
+    hosts.free()
 
 
 def test_another_communicator_s_memory_is_ordinary_memory(comm: Communicator) -> None:
