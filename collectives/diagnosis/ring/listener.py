@@ -7,6 +7,7 @@ Every connection has to pass the handshake (handshake.py). A listener attends to
 
 import errno
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -21,9 +22,9 @@ from collectives.diagnosis.ring.addresses import family_of
 from collectives.diagnosis.ring.handshake import Words
 from collectives.diagnosis.ring.links import HANDSHAKE_S, PAUSE_S, Link, Place, is_of_this_user, made_ready, short_path
 
-_NUM_PENDING = (
-    256  # connections in the handshake; then the oldest one is closed, whose rank would have tried again long ago
-)
+_NUM_PENDING, _PART_OF_FILES = 256, 8
+"""The most connections in the handshake, and the part of the process's open files that they may be. Of more the oldest is closed: a rank
+that is in the handshake for so long comes again."""
 
 
 class Listener:
@@ -100,6 +101,9 @@ class Listener:
 class _Door:
     """Attends to all connections of the sockets of a listener at once, until its waker can be read."""
 
+    _num_open = 0
+    _counting = threading.Lock()
+
     def __init__(self, key: bytes, sockets: Sequence[socket.socket]) -> None:
         self.taken: Link | None = None
         """The last connection that has passed."""
@@ -112,9 +116,13 @@ class _Door:
             self._selector.register(each, selectors.EVENT_READ)
 
     def __enter__(self) -> "_Door":
+        with _Door._counting:
+            _Door._num_open += 1
         return self
 
     def __exit__(self, *_: object) -> None:
+        with _Door._counting:
+            _Door._num_open -= 1
         for connection in [*self._pending]:
             self._drop(connection)
         self._selector.close()
@@ -132,10 +140,19 @@ class _Door:
                 self._hear(ready)
             elif ready in self._listeners:  # else it was dropped just now
                 self._let_in(ready)
-        now = time.monotonic()
-        while self._pending and (oldest := next(iter(self._pending))) and self._pending[oldest].until <= now:
+        now, most = time.monotonic(), self._most_pending()
+        for oldest in [*self._pending]:
+            if len(self._pending) <= most and self._pending[oldest].until > now:
+                break
             self._drop(oldest)
         return True
+
+    @staticmethod
+    def _most_pending() -> int:
+        """A listener's share of what the process has for strangers: it may have many listeners, and needs files for other things."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _NUM_PENDING if files == resource.RLIM_INFINITY else min(_NUM_PENDING, files // _PART_OF_FILES)
+        return max(1, most // max(1, _Door._num_open))
 
     def _let_in(self, listener: socket.socket) -> None:
         try:
@@ -147,8 +164,6 @@ class _Door:
         if not is_of_this_user(connection):
             connection.close()
             return
-        if len(self._pending) >= _NUM_PENDING:
-            self._drop(next(iter(self._pending)))
         with suppress(OSError):
             connection.setblocking(False)
             self._pending[connection] = _Pending(self._key, connection, time.monotonic() + HANDSHAKE_S)

@@ -32,7 +32,7 @@ import numpy as np
 from ckpt.format.boxes import Box
 from ckpt.tensors import Local
 from collectives.files import OddFileError, open_regular
-from mpitrain.elastic.copies.folders import own_folder, own_folders, tidy
+from mpitrain.elastic.copies.folders import opened, own_folder, own_folders, tidy
 
 _COMPLETE, _WRITING = b"complete", b"writing."
 _DATA_AT = 4096
@@ -121,15 +121,15 @@ class CopyFile:
     """One file, open for writing. OSError if node memory is full."""
 
     def __init__(self, path: Path, nbytes: int, header_bytes: int) -> None:
-        self.path, self._length = path, _DATA_AT + nbytes + header_bytes + _SPARE_BYTES
-        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        self._length = _DATA_AT + nbytes + header_bytes + _SPARE_BYTES
+        self.path, fd = made_own(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.posix_fallocate(fd, 0, self._length)
             # The mapping holds the lock, by a descriptor of its own. It ends with the last reference to the bytes, also after a loss.
             self._bytes = np.frombuffer(mmap.mmap(fd, self._length), np.uint8)
         except OSError:
-            path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
@@ -189,22 +189,28 @@ def complete_copies(run: str) -> Iterator[Found]:
                     yield Found(path, header)
 
 
-def open_own(path: str | Path, flags: int) -> int:
-    """Open a regular file of this user, or make it for this user alone. PermissionError for another one."""
+def open_own(path: str | Path, flags: int, *, folder: int | None = None) -> int:
+    """Open a regular file of this user, or make it for this user alone. PermissionError for another one. `folder`: that of `path`."""
     try:
-        try:
-            fd = open_regular(path, flags, 0o600)
-        except FileNotFoundError:
-            if not flags & os.O_CREAT:
-                raise
-            own_folder()  # another process has just removed the empty folder
-            fd = open_regular(path, flags, 0o600)
+        fd = open_regular(path, flags, 0o600, folder=folder)
     except OddFileError:
         raise PermissionError(errno.EPERM, "not a file of this user", path) from None
     if os.fstat(fd).st_uid != os.getuid():
         os.close(fd)
         raise PermissionError(errno.EPERM, "not a file of this user", path)
     return fd
+
+
+def made_own(path: Path) -> tuple[Path, int]:
+    """Open a file of this user to write, and make it if there is none; returns its path, too.
+
+    Another process may have removed the empty folder since. Then the folder is made again, or is the next name, if a stranger was faster.
+    """
+    with suppress(FileNotFoundError, PermissionError), opened(path.parent) as folder:
+        return path, open_own(path.name, os.O_RDWR | os.O_CREAT, folder=folder)
+    path = own_folder() / path.name
+    with opened(path.parent) as folder:
+        return path, open_own(path.name, os.O_RDWR | os.O_CREAT, folder=folder)
 
 
 def open_data(path: Path) -> np.ndarray:

@@ -7,9 +7,11 @@ Anybody can make a name before its user does, and only he can remove it again. S
 and closed to all others. All processes try the names in the same order.
 """
 
+import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from collectives.transports.node.memory import folder
@@ -41,6 +43,18 @@ def own_folders() -> list[Path]:
     return [path for path in _names() if _is_own(path)]
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a folder of this user alone, which stays that folder whatever gets its name. PermissionError for another one. OSError."""
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not _is_of_this_user_alone(os.fstat(fd)):
+            raise PermissionError(errno.EPERM, "not a folder of this user with mode 0700", path)
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def tidy() -> None:
     """Remove the folders that are empty."""
     for path in own_folders():
@@ -55,7 +69,10 @@ def _names() -> list[Path]:
 
 def _is_own(path: Path) -> bool:
     try:
-        its = path.lstat()
+        return _is_of_this_user_alone(path.lstat())
     except OSError:
         return False
+
+
+def _is_of_this_user_alone(its: os.stat_result) -> bool:
     return stat.S_ISDIR(its.st_mode) and its.st_uid == os.getuid() and not its.st_mode & 0o077

@@ -10,10 +10,10 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mpitrain.elastic.copies.files import open_own, prefix, remove_copies
+from mpitrain.elastic.copies.files import made_own, open_own, prefix, remove_copies
 from mpitrain.elastic.copies.folders import own_folder, own_folders, tidy
 
 HELD = "held"
@@ -38,7 +38,7 @@ def hold(run: str) -> None:
         if path in _held:
             os.close(_held.pop(path))  # another process has removed the file
         try:
-            fd = open_own(path, os.O_RDWR | os.O_CREAT)
+            path, fd = made_own(path)
         except OSError:
             return
         if not _locked(fd):
@@ -69,24 +69,25 @@ def release(run: str) -> None:
 def remove_all(run: str) -> None:
     """Remove all copies of a run from this node, and hold them no longer. For a run that has ended well."""
     remove_copies(run)
-    for each in own_folders():
+    for each in files_of_holders(run):
         with suppress(FileNotFoundError, PermissionError):
-            (each / _name(run)).unlink()
+            each.unlink()
     release(run)
     tidy()
 
 
 @contextmanager
-def unheld(file: Path, *, make: bool) -> Iterator[bool]:
+def unheld(*files: Path, make: bool) -> Iterator[bool]:
     """Keep processes from beginning to hold a run's copies in the block. The value: whether no process holds them.
 
-    `file`: what they lock. `make`: also if the run has no such file yet. Then it may be removed in the block.
+    `files`: what they lock, see `files_of_holders`. `make`: also those that are not there yet. Then they may be removed in the block.
     """
-    if not make and not os.path.lexists(file):
-        yield True
-        return
-    with alone(file, os.O_CREAT if make else 0) as is_free:
-        yield is_free
+    there = [file for file in files if os.path.lexists(file)]
+    with ExitStack() as stack:
+        free = all(stack.enter_context(alone(file)) for file in there)
+        if free and make:
+            free = all(stack.enter_context(alone(file, os.O_CREAT)) for file in files if file not in there)
+        yield free
 
 
 @contextmanager
@@ -109,17 +110,19 @@ def alone(path: Path, flags: int = 0) -> Iterator[bool]:
 
 
 def file_of(run: str) -> Path:
-    """The file that the processes of a run lock. OSError if there is no folder for it."""
+    """The file that a process of a run locks. OSError if there is no folder for it."""
     return own_folder() / _name(run)
+
+
+def files_of_holders(run: str) -> tuple[Path, ...]:
+    """The files that processes of a run may have locked: another process may have got another folder, see folders.py."""
+    return tuple(each / _name(run) for each in own_folders())
 
 
 def is_unheld(run: str) -> bool:
     """Whether no process on this node holds the run's copies. Nothing is made to find that out."""
-    for each in own_folders():
-        with unheld(each / _name(run), make=False) as free:
-            if not free:
-                return False
-    return True
+    with unheld(*files_of_holders(run), make=False) as free:
+        return free
 
 
 def _name(run: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from collectives.transports.node.memory import folder
 from mpitrain.elastic.copies.folders import own_folders, tidy
-from mpitrain.elastic.copies.holding import HELD, alone, unheld
+from mpitrain.elastic.copies.holding import HELD, alone, files_of_holders, unheld
 
 KEPT_S = 3600.0
 """The time for which the copies of a dead run are kept for its next launch."""
@@ -21,8 +21,8 @@ KEPT_S = 3600.0
 def orphans(older_than_s: float = KEPT_S) -> list[Path]:
     """The copies of this user on this node that no living process locks, and that were last written `older_than_s` ago or more."""
     found = []
-    for file, paths in _old_copies(older_than_s).items():
-        with unheld(file, make=False) as free:
+    for files, paths in _old_copies(older_than_s).items():
+        with unheld(*files, make=False) as free:
             found += [path for path in paths if free and _is_free(path)]
     return found
 
@@ -30,8 +30,8 @@ def orphans(older_than_s: float = KEPT_S) -> list[Path]:
 def remove_orphans(older_than_s: float = KEPT_S) -> list[Path]:
     """Remove the files that `orphans` lists, and return their paths. A file that another process removes first is left out."""
     removed = []
-    for file, paths in _old_copies(older_than_s).items():
-        with unheld(file, make=True) as free:
+    for files, paths in _old_copies(older_than_s).items():
+        with unheld(*files, make=True) as free:
             if not free:
                 continue
             for path in paths:
@@ -39,34 +39,35 @@ def remove_orphans(older_than_s: float = KEPT_S) -> list[Path]:
                     if is_free:
                         path.unlink()
                         removed.append(path)
-            if not [path for path in file.parent.glob(f"{file.name.removesuffix(HELD)}*") if path != file]:
-                with suppress(OSError):
-                    file.unlink()
+            for file in files:
+                if not [path for path in file.parent.glob(f"{file.name.removesuffix(HELD)}*") if path != file]:
+                    with suppress(OSError):
+                        file.unlink()
     tidy()
     return removed
 
 
-def _old_copies(older_than_s: float) -> dict[Path, list[Path]]:
-    """The old copies of each run, by the file that its processes lock. A run of which that file alone is left has none."""
+def _old_copies(older_than_s: float) -> dict[tuple[Path, ...], list[Path]]:
+    """The old copies of each run, by the files that its processes lock. A run of which those alone are left has none."""
     now, user = time.time(), os.getuid()
-    old: dict[Path, list[Path]] = {}
+    old: dict[tuple[Path, ...], list[Path]] = {}
     for path, held in _files(user):
         with suppress(OSError):  # removed in the meantime
             its = path.lstat()
             if its.st_uid == user and path.is_file() and not path.is_symlink() and now - its.st_mtime >= older_than_s:
-                old.setdefault(held, []).extend([path] * (path != held))
+                old.setdefault(held, []).extend([path] * (path not in held))
     return old
 
 
-def _files(user: int) -> Iterator[tuple[Path, Path]]:
-    """The files of this user's runs on this node, each with the one that the processes of its run lock."""
+def _files(user: int) -> Iterator[tuple[Path, tuple[Path, ...]]]:
+    """The files of this user's runs on this node, each with those that the processes of its run lock."""
     for each in own_folders():
         for path in sorted(each.glob("copy-*-*")):
-            yield path, path.with_name(f"copy-{path.name.split('-')[1]}-{HELD}")
+            yield path, files_of_holders(path.name.split("-")[1])
     # Of an earlier version, which had them all in the folder for all users.
     for path in sorted(folder().glob(f"mpitrain-copy-{user}-*")):
         run = path.name.split("-")[3]
-        yield path, path.with_name(f"mpitrain-copy-{user}-{run}-{HELD}")
+        yield path, (path.with_name(f"mpitrain-copy-{user}-{run}-{HELD}"),)
 
 
 def _is_free(path: Path) -> bool:

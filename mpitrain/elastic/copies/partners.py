@@ -149,8 +149,8 @@ class Partners:
         if file is None or not file.fits(nbytes, header_bytes):
             if file is not None:
                 self._files.pop((rank, generation)).remove()
-            path = path_of(self._run, self._epoch, rank, generation, for_partner=True)
             try:
+                path = path_of(self._run, self._epoch, rank, generation, for_partner=True)
                 file = self._files[rank, generation] = CopyFile(path, nbytes, header_bytes)
             except OSError as error:
                 self._error = error

@@ -1,6 +1,8 @@
 """The connections of the ring of ranks: handshake, strangers that are in the way, and the addresses on which a rank listens."""
 
 import os
+import resource
+import select
 import socket
 import threading
 import time
@@ -143,6 +145,34 @@ def test_more_connections_than_a_listener_attends_to_do_not_keep_the_right_one_o
     found = listener.close(expected=True)
     assert link is not None and found is not None
     for each in (*made, link.socket, found.socket):
+        each.close()
+
+
+@pytest.mark.parametrize(("limit", "most"), [(128, 16), (resource.RLIM_INFINITY, 256), (16, 8)])
+def test_the_listeners_of_a_process_leave_it_the_most_of_its_files(
+    limit: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`most`: at least one connection for each listener."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(listening, "HANDSHAKE_S", 30.0)
+    listeners = [Listener(LOOPBACK) for _ in range(8)]
+    before = len(os.listdir("/proc/self/fd"))
+    made = [
+        socket.create_connection(listener.place.addresses[0]) for _ in range(most // 8 + 3) for listener in listeners
+    ]
+    end = time.monotonic() + 5
+    while len(select.select(made, [], [], 0)[0]) < len(made) - most:  # those that were dropped
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    num = len(os.listdir("/proc/self/fd")) - before - len(made)
+    assert num <= most + len(listeners), "a listener may have begun with its selector only now"
+    for listener in listeners:
+        link = connect(listener.place)
+        found = listener.close(expected=True)
+        assert link is not None and found is not None
+        link.socket.close()
+        found.socket.close()
+    for each in made:
         each.close()
 
 

@@ -27,9 +27,9 @@ from mpitrain.elastic.copies.files import (
     remove_copies,
 )
 from mpitrain.elastic.copies.folders import own_folder, own_folders
-from mpitrain.elastic.copies.holding import file_of, hold, remove_all, unheld
+from mpitrain.elastic.copies.holding import file_of, hold, is_unheld, remove_all, unheld
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
-from mpitrain.elastic.copies.partners import partner_of
+from mpitrain.elastic.copies.partners import Partners, partner_of
 
 RUN = "abc123"
 
@@ -166,6 +166,53 @@ def test_a_name_that_another_user_has_taken_is_passed_over(what: str, room: Path
     assert second.path.parent == name and steps() == [8, 7], "the copies of both folders"
     remove_all(RUN)
     assert sorted(each.name for each in room.iterdir()) == ["own"]
+
+
+def test_a_run_is_held_also_in_the_folder_that_it_has_no_longer(room: Path) -> None:
+    """A process of it has got another name for the folder than a later one, as a stranger has removed the first name meanwhile."""
+    name = room / f"mpitrain-{os.getuid()}"
+    name.touch()
+    command = [sys.executable, "-c", HOLDER, RUN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "holds\n"
+            name.unlink()
+            copy, other = write(7), write(7, run="other")
+            copy.close()
+            other.close()
+            assert copy.path.parent == name and own_folders() == [name, name.with_name(f"{name.name}.1")]
+            assert not is_unheld(RUN) and is_unheld("other")
+            assert orphans(0.0) == remove_orphans(0.0) == [other.path]
+        finally:
+            process.kill()
+    assert is_unheld(RUN)
+    assert orphans(0.0) == remove_orphans(0.0) == [copy.path]
+    assert list(room.iterdir()) == []
+
+
+def test_a_file_is_made_in_no_folder_that_a_stranger_has_put_there(room: Path) -> None:
+    path = path_of(RUN, 1, 0, 0)
+    path.parent.rmdir()
+    path.parent.mkdir()
+    path.parent.chmod(0o777)
+    file = CopyFile(path, 16, 16)
+    assert file.path == path.parent.with_name(f"{path.parent.name}.1") / path.name and file.path.exists()
+    assert list(path.parent.iterdir()) == []
+    file.remove()
+    hold(RUN)
+    assert list(path.parent.iterdir()) == [] and not is_unheld(RUN)
+    remove_all(RUN)
+    assert list(room.iterdir()) == [path.parent]
+
+
+def test_a_partner_without_a_folder_for_copies_reports_that_and_takes_the_copy(room: Path) -> None:
+    """Else the rank that sends the copy would report a lost connection."""
+    partners = Partners.__new__(Partners)
+    partners._run, partners._epoch, partners._files, partners._error = RUN, 1, {}, None
+    for path in (room / f"mpitrain-{os.getuid()}{end}" for end in ("", *(f".{number}" for number in range(1, 8)))):
+        path.touch()
+    assert partners._file(1, 0, 10, 16) is None
+    assert "MPITRAIN_SHM_DIR" in str(partners._error)
 
 
 def test_without_a_name_that_is_free_the_error_says_what_to_do(room: Path) -> None:
