@@ -23,8 +23,8 @@ from collectives.diagnosis.ring.handshake import Words
 from collectives.diagnosis.ring.links import HANDSHAKE_S, PAUSE_S, Link, Place, is_of_this_user, made_ready, short_path
 
 _NUM_PENDING, _PART_OF_FILES = 256, 8
-"""The most connections in the handshake, and the part of the process's open files that they may be. Of more the oldest is closed: a rank
-that is in the handshake for so long comes again."""
+"""The most connections in the handshake of all listeners, and the part of the process's open files that they may be. Of more the
+oldest one is closed. A rank whose connection was closed comes again."""
 
 
 class Listener:

@@ -204,7 +204,7 @@ def open_own(path: str | Path, flags: int, *, folder: int | None = None) -> int:
 def made_own(path: Path) -> tuple[Path, int]:
     """Open a file of this user to write, and make it if there is none; returns its path, too.
 
-    Another process may have removed the empty folder since. Then the folder is made again, or is the next name, if a stranger was faster.
+    Another process may have removed the empty folder since. Then it is made again, or another one if a stranger has taken its name.
     """
     with suppress(FileNotFoundError, PermissionError), opened(path.parent) as folder:
         return path, open_own(path.name, os.O_RDWR | os.O_CREAT, folder=folder)

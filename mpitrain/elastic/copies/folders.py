@@ -45,7 +45,7 @@ def own_folders() -> list[Path]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a folder of this user alone, which stays that folder whatever gets its name. PermissionError for another one. OSError."""
+    """A descriptor of a folder of this user alone, which stays that folder whatever gets its name. OSError, also for another one."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not _is_of_this_user_alone(os.fstat(fd)):
