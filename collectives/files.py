@@ -101,7 +101,7 @@ def other_writer(path: str | os.PathLike[str], found: os.stat_result | None = No
 
     OSError: it cannot be looked at.
 
-    `found`: of the file, if it is open. A pipe of this user is in no folder.
+    `found`: of the file, if it is open. A pipe, as the shell makes for `--config <(command)`, lies in no folder: none is looked at.
     """
     its = os.stat(path) if found is None else found
     trusted = {os.geteuid(), 0}

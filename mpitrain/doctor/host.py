@@ -5,9 +5,7 @@ Facts are NamedTuples of plain values, because they travel between ranks and app
 
 import fcntl
 import os
-import re
 import socket
-import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,11 +18,9 @@ import xxhash
 from collectives.cgroup import groups_of, smallest_limit
 from collectives.files import open_new
 from collectives.transports.node import memory
+from mpitrain.doctor import remains
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
-from mpitrain.elastic.supervisor.mpi_files import PREFIX, VARIABLES
 from mpitrain.plan.measuring.memory import node_bytes
-
-_LEFT_S = 60.0  # a younger file may belong to a rank that is just making it
 
 
 class Memory(NamedTuple):
@@ -84,7 +80,8 @@ def _file_system(path: Path) -> str:
 class Leftovers(NamedTuple):
     """Files of dead jobs in node memory, and their bytes. `removed`: copies that this call has removed.
 
-    `sessions`: the folders of mpiruns that were killed, as it seems from here.
+    `others`: paths, with "/" behind folders. `sessions`: the folders of mpiruns that were killed, as it seems from here. `packs`: see
+    `unused_packs`.
     """
 
     copies: list[str]
@@ -94,74 +91,28 @@ class Leftovers(NamedTuple):
     other_bytes: int
     older_than_s: float
     sessions: list[str]
+    packs: tuple[str, ...] = ()
+    pack_bytes: int = 0
 
 
 def leftovers(*, clean: bool, older_than_s: float) -> Leftovers:
     """Copies of dead runs, removed with `clean`; and other files that no process of this user has open."""
     found = orphans(older_than_s)
-    sizes = {path: size for path in found if (size := _size(path)) is not None}
+    sizes = {path: size for path in found if (size := remains.size_of(path)) is not None}
     removed = remove_orphans(older_than_s) if clean else []
-    others = _unused_files()
+    others = remains.unused_files()
+    packs = remains.unused_packs()
     return Leftovers(
         copies=[str(path) for path in found],
         copy_bytes=sum(sizes.values()),
         removed=[str(path) for path in removed],
-        others=[str(path) for path in others],
-        other_bytes=sum(_size(path) or 0 for path in others),
+        others=[f"{path}{'/' * path.is_dir()}" for path in others],
+        other_bytes=sum(remains.size_of(path) or 0 for path in others),
         older_than_s=older_than_s,
-        sessions=[str(path) for path in _dead_sessions()],
+        sessions=[str(path) for path in remains.dead_sessions()],
+        packs=tuple(str(path) for path in packs),
+        pack_bytes=sum(remains.size_of(path) or 0 for path in packs),
     )
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return None
-
-
-def _dead_sessions() -> list[Path]:
-    """This user's folders of mpiruns of Open MPI of which no process is seen here: mpitrain-mpi-NAME, which our scripts and the
-    supervisor make, and Open MPI 5's own ompi.PID."""
-    found: list[Path] = []
-    ours: list[Path] = []
-    for place in {gettempdir(), *filter(None, map(os.environ.get, VARIABLES))}:
-        for path in Path(place).glob("*"):
-            with suppress(OSError):
-                its = path.lstat()
-                if its.st_uid != os.getuid() or not stat.S_ISDIR(its.st_mode):
-                    continue
-                _, is_open_mpi, pid = path.name.partition("ompi.")
-                if path.name.startswith(PREFIX) and time.time() - its.st_mtime > _LEFT_S:
-                    ours.append(path)
-                elif is_open_mpi and path.name == f"ompi.{pid}" and pid.isdigit() and not Path("/proc", pid).exists():
-                    found.append(path)
-    for process in Path("/proc").glob("[0-9]*") if ours else ():
-        with suppress(OSError):
-            its_words = (process / "environ").read_bytes()
-            ours = [path for path in ours if os.fsencode(path) not in its_words]
-    return sorted(found + ours)
-
-
-def _unused_files() -> list[Path]:
-    """This user's files of MPI and of this library in the folder of node memory that no process maps or holds open."""
-    known = re.compile(r"mpitrain-\d+-[0-9a-f]{32}|(vader|sm)_segment\..*|psm[23]?_shm.*|mpich_shar_tmp.*")
-    candidates = []
-    with suppress(OSError):
-        for entry in os.scandir(memory.folder()):
-            with suppress(OSError):
-                its = entry.stat(follow_symlinks=False)
-                is_own = stat.S_ISREG(its.st_mode) and its.st_uid == os.getuid()
-                if is_own and known.fullmatch(entry.name) and time.time() - its.st_mtime > _LEFT_S:
-                    candidates.append(Path(entry.path))
-    if not candidates:
-        return []
-    used: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            used |= {line.split(maxsplit=5)[5].strip() for line in (process / "maps").open() if "/" in line}
-            used |= {os.readlink(link) for link in (process / "fd").iterdir()}
-    return sorted(path for path in candidates if os.path.realpath(path) not in used)
 
 
 class Disk(NamedTuple):

@@ -103,6 +103,7 @@ def judge_leftovers(its: Leftovers) -> list[Finding]:
             )
         )
     if its.others:
+        rm = "rm -r" if any(path.endswith("/") for path in its.others) else "rm"
         findings.append(
             Finding(
                 Level.NOTE,
@@ -110,7 +111,19 @@ def judge_leftovers(its: Leftovers) -> list[Finding]:
                 f"{len(its.others)} file{'s' * (len(its.others) > 1)} of ended jobs, {show_bytes(its.other_bytes)}, "
                 f"such as {its.others[0]}",
                 "none",
-                f"if no other container uses them: rm {' '.join(its.others[:3])}{' ...' if its.others[3:] else ''}",
+                f"if no other container uses them: {rm} {' '.join(its.others[:3])}{' ...' if its.others[3:] else ''}",
+            )
+        )
+    if its.packs:
+        findings.append(
+            Finding(
+                Level.NOTE,
+                "old files",
+                f"{len(its.packs)} unpacked environment{'s' * (len(its.packs) > 1)} in which no process runs, "
+                f"{show_bytes(its.pack_bytes)}, such as {its.packs[0]}",
+                "none after the last job",
+                f"bash FILE remove, with the file of the pack; or, while no job starts: rm -r {' '.join(its.packs[:3])}"
+                f"{' ...' if its.packs[3:] else ''}",
             )
         )
     if its.sessions:

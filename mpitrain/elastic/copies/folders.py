@@ -38,9 +38,12 @@ def own_folder() -> Path:
     )
 
 
-def own_folders() -> list[Path]:
-    """The folders that are there. The copies of a run may be in several: a name may have become free."""
-    return [path for path in _names() if _is_own(path)]
+def own_folders(begin: str = "mpitrain", place: Path | None = None) -> list[Path]:
+    """The folders that are there. The copies of a run may be in several: a name may have become free.
+
+    Packs have such folders, too (mpitrain/doctor/pack/start.sh). `begin`: of the names. `place`: if it is not node memory.
+    """
+    return [path for path in _names(begin, place) if _is_own(path)]
 
 
 @contextmanager
@@ -62,8 +65,8 @@ def tidy() -> None:
             path.rmdir()
 
 
-def _names() -> list[Path]:
-    first = folder() / f"mpitrain-{os.getuid()}"
+def _names(begin: str = "mpitrain", place: Path | None = None) -> list[Path]:
+    first = (place or folder()) / f"{begin}-{os.getuid()}"
     return [first, *(first.with_name(f"{first.name}.{number}") for number in range(1, _NUM_NAMES))]
 
 

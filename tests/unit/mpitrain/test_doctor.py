@@ -119,6 +119,18 @@ CASES: list[tuple[Finding, Level, str, str]] = [
     (worst(judge_leftovers(LEFT._replace(copies=["/c"], removed=["/c"]))), Level.OK, "removed 1 copy", ""),
     (worst(judge_leftovers(LEFT._replace(others=["/dev/shm/sm_segment.a"]))), Level.NOTE, "1 file", "rm /dev/shm/sm"),
     (
+        worst(judge_leftovers(LEFT._replace(others=["/dev/shm/a", "/b/"]))),
+        Level.NOTE,
+        "2 files",
+        "rm -r /dev/shm/a /b/",
+    ),
+    (
+        worst(judge_leftovers(LEFT._replace(packs=("/p/.new.a",), pack_bytes=GIB))),
+        Level.NOTE,
+        "1 unpacked environment in which no process runs, 1 GiB",
+        "rm -r /p/.new.a",
+    ),
+    (
         worst(judge_leftovers(LEFT._replace(sessions=["/tmp/ompi.7"]))),
         Level.NOTE,
         "killed mpiruns",
@@ -348,6 +360,39 @@ def test_pairs_of_a_ring_are_disjoint_in_each_round() -> None:
             assert len(ranks) == len(set(ranks))
         expected = {(i, (i + 1) % number) for i in range(number)} if number > 2 else {(0, 1)} if number == 2 else set()
         assert {pair for pairs in rounds for pair in pairs} == expected
+
+
+def test_what_dead_jobs_have_left_is_listed_and_what_living_ones_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", str(tmp_path))
+    dead = next(pid for pid in range(300, 1 << 22) if not Path(f"/proc/{pid}").exists())
+    files = [
+        tmp_path / f"mpitrain-{pid}-{letter * 32}" for pid, letter in ((dead, "a"), (os.getpid(), "b"), (dead, "c"))
+    ]
+    for path in files:
+        path.mkdir()
+    for path in files[:2]:
+        os.utime(path, (0, 0))  # the last one is of a rank that joins the ring just now
+    packs = tmp_path / f"mpitrain-pack-{os.getuid()}"
+    other = packs.with_name(f"{packs.name}.1")
+    for own in (packs, other):
+        own.mkdir(0o700)
+        for name in (".new.abc", "1234.dead", "1234", "used"):
+            (own / name / "env").mkdir(parents=True)
+            (own / name / "env/file").write_bytes(bytes(8192))
+    locks = [os.open(path, os.O_RDONLY) for path in (packs / "used", other / "used", other)]
+    for lock in locks:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as a rank has, and as a process that unpacks
+    found = host.leftovers(clean=False, older_than_s=0.0)
+    assert found.others == [f"{files[0]}/"]
+    unused = [packs / name for name in (".new.abc", "1234", "1234.dead")]
+    assert found.packs == (*map(str, unused), str(other / "1234"))
+    assert 4 * 8192 <= found.pack_bytes <= 4 * (8192 + 2 * 4096)
+    for lock in locks:
+        os.close(lock)
+    monkeypatch.setenv("MPITRAIN_PACK_DIR", str(tmp_path / "none"))
+    assert host.leftovers(clean=False, older_than_s=0.0).packs == ()
 
 
 def test_orphans_are_old_copies_that_no_process_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
