@@ -47,45 +47,35 @@ mpi_environment() {
     fi
 }
 
-# Makes a folder for the files of the next mpirun of Open MPI and its daemons, in the place that the user has set, and names it to them.
-# Open MPI's own choice is a folder named by mpirun's process id: after a kill -9 it stays, and no mpirun with this id starts again. By
-# its name alone nobody can tell whose it is. Open MPI refuses a place for all hosts beside one for some, so those of options or files stay.
-# The supervisor does the same for its launches: mpitrain/elastic/supervisor/mpi_files.py.
+# What mpitrain/elastic/supervisor/scripts.py answers; only after setup.
+ask() { "$venv/bin/python" -P -m mpitrain.elastic.supervisor.scripts "$@"; }
+
+# Makes a folder for the files of the next mpirun of Open MPI and its daemons, and sets in_session to the words before that mpirun
+# by which it uses the folder. Not exported: what has them in its environment keeps the folder from being removed.
 make_session() {
-    session='' session_place=''
-    local name='^[[:space:]]*(prte|orte)_(local_|remote_)?tmpdir_base[[:space:]]*=' prefix=${mpirun%/*}/..
-    ! grep -Eqs "$name" "$prefix"/etc/{prte,openmpi}-mca-params.conf ~/.prte/mca-params.conf ~/.openmpi/mca-params.conf || return 0
-    ! env | grep -Eq '^(PRTE|OMPI)_MCA_(prte|orte)_(local|remote)_tmpdir_base=.' || return 0
-    session=${PRTE_MCA_prte_tmpdir_base:-${OMPI_MCA_orte_tmpdir_base:-${TMPDIR:-/tmp}}}
-    session=$(mktemp -d "$session/mpitrain-mpi-XXXXXXXX") || die "expected a folder in which files can be made: set TMPDIR to one"
-    session=$(cd -P "$session" && pwd -P) session_place=$(stat -c %d:%i "$session")
-    export PRTE_MCA_prte_tmpdir_base=$session OMPI_MCA_orte_tmpdir_base=$session
+    in_session=() session=()
+    local made
+    made=$(ask make "$mpirun") || exit
+    [ -n "$made" ] || return 0
+    session=("${made%% *}" "${made#* }")
+    in_session=(env "PRTE_MCA_prte_tmpdir_base=${session[1]}" "OMPI_MCA_orte_tmpdir_base=${session[1]}")
 }
 
 # Removes it, with what an mpirun that was killed has left in it.
 remove_session() {
-    [ -n "${session-}" ] && (
-        cd -P "$session" && [ "$(stat -c %d:%i .)" = "$session_place" ] || exit
-        rm -rf ompi.* prte* mpitrain-mpi-*
-        cd / && rmdir "$session"
-    ) 2>/dev/null || true
-    unset session
+    [ "${#session[@]}" != 0 ] || return 0
+    local left
+    left=$(ask remove "${session[@]}" 2>/dev/null) || true
+    [ -z "$left" ] || say "$left"
+    session=()
 }
 
 # Sets survive to the options with which this mpirun goes on without lost ranks, if the arguments of mpitrain, given here, ask for
 # that. MPICH's mpirun has none.
 survive_options() {
     survive=()
-    local option='' word wanted=''
-    for word in "$@"; do
-        [[ $word != --*=* ]] || option=${word%%=*} word=${word#*=}
-        case $option=$word in
-        --train.elastic=true) wanted=1 ;;
-        --config=*) ! grep -Eqs '^[[:space:]]*(train\.)?elastic[[:space:]]*=[[:space:]]*true' "$word" || wanted=1 ;;
-        esac
-        option=$word
-    done
-    [ -n "$wanted" ] || return 0
+    case "$*" in *elastic* | *--config*) ;; *) return 0 ;; esac # others need not wait for an answer
+    [ "$(ask is-elastic "$@")" = true ] || return 0
     case $("$mpirun" --version 2>&1) in *"Open MPI"*) survive=(--with-ft ulfm) ;; esac
 }
 

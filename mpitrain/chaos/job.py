@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpt.commit.owner import start_time
 from collectives.processes import stat_fields
 from collectives.programs import python
-from mpitrain.elastic.supervisor.mpi_files import PREFIX, VARIABLES
+from mpitrain.elastic.supervisor.sessions import PLACE_PREFIX, VARIABLES
 from mpitrain.monitor.reading.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
@@ -58,7 +58,7 @@ class Job:
             module = "mpitrain.chaos.harmed"
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         # An mpirun that is killed leaves files in a place that is named by its process id.
-        self._session = TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        self._session = TemporaryDirectory(prefix=PLACE_PREFIX, ignore_cleanup_errors=True)
         its = dict.fromkeys(VARIABLES, self._session.name)
         self.began = time.time()
         self.process = subprocess.Popen(

@@ -12,7 +12,7 @@ from tempfile import gettempdir
 
 from collectives.transports.node import memory
 from mpitrain.elastic.copies.folders import own_folders
-from mpitrain.elastic.supervisor.mpi_files import PREFIX, VARIABLES
+from mpitrain.elastic.supervisor.sessions import PLACE_PREFIX, PREFIX, VARIABLES
 
 _LEFT_S = 60.0  # a younger file may belong to a rank that is just making it
 
@@ -61,17 +61,17 @@ def _alone(folder: Path) -> Iterator[bool]:
 
 def dead_sessions() -> list[Path]:
     """This user's folders of mpiruns of Open MPI of which no process is seen here: mpitrain-mpi-NAME, which our scripts and the
-    supervisor make, and Open MPI 5's own ompi.PID."""
+    supervisor make, mpitrain-mpis-NAME of chaos, and Open MPI 5's own ompi.PID."""
     found: list[Path] = []
     ours: list[Path] = []
-    for place in {gettempdir(), *filter(None, map(os.environ.get, VARIABLES))}:
+    for place in {gettempdir(), "/tmp", *filter(None, map(os.environ.get, VARIABLES))}:
         for path in Path(place).glob("*"):
             with suppress(OSError):
                 its = path.lstat()
                 if its.st_uid != os.getuid() or not stat.S_ISDIR(its.st_mode):
                     continue
                 _, is_open_mpi, pid = path.name.partition("ompi.")
-                if path.name.startswith(PREFIX) and time.time() - its.st_mtime > _LEFT_S:
+                if path.name.startswith((PREFIX, PLACE_PREFIX)) and time.time() - its.st_mtime > _LEFT_S:
                     ours.append(path)
                 elif is_open_mpi and path.name == f"ompi.{pid}" and pid.isdigit() and not Path("/proc", pid).exists():
                     found.append(path)

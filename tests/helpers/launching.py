@@ -28,6 +28,7 @@ from typing import IO
 import pytest
 
 from collectives.launcher import LAUNCHER_PREFIXES
+from mpitrain.elastic.supervisor.sessions import PLACE_PREFIX, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,8 +77,8 @@ def own_session() -> Iterator[dict[str, str]]:
 
     Its own choice is named by its process id: after a kill -9 it stays, and no mpirun with this id starts again.
     """
-    with tempfile.TemporaryDirectory(prefix="mpitrain-mpi-", ignore_cleanup_errors=True) as folder:
-        yield {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
+    with tempfile.TemporaryDirectory(prefix=PLACE_PREFIX, ignore_cleanup_errors=True) as folder:
+        yield dict.fromkeys(VARIABLES, folder)
 
 
 @contextlib.contextmanager

@@ -2,5 +2,6 @@
 
 The modules need Python's standard library alone, so that a head node without torch, NumPy and mpi4py can run them. `words.py`,
 `hosts.py`, `limits.py` and `decisions.py` are pure; `agents.py` reaches hosts, `folder.py` the run's folder; `job.py` is one launch,
-`supervisor.py` the sequence of launches; `texts.py` loads a pure file of the package collectives.
+`supervisor.py` the sequence of launches; `scripts.py` answers the scripts of mpirun/; `texts.py` loads a pure file of the package
+collectives.
 """

@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
 from mpitrain.elastic.supervisor.hosts import is_own
-from mpitrain.elastic.supervisor.mpi_files import Session, script
+from mpitrain.elastic.supervisor.sessions import Found, Session, script
 
 SWEEP = r"""
 begun() { stat=$(cat "/proc/$1/stat" 2>/dev/null) && set -- ${stat##*) } && echo "${20}"; }
-num=0
 for round in 1 2 3 4 5 6; do
     found=$(grep -lsxz "$mark" /proc/[0-9]*/environ || true) # grep fails too if a process has just ended
     [ -n "$found" ] && [ "$round" != 6 ] || break
@@ -35,14 +34,17 @@ done
 """
 """Ends all processes with the line `mark` in their environment. The start time before and after the look at the environment shows that
 the process id is still the same process's."""
-_ANSWER = 'echo "ended ${num:-0} removed${removed:-}"\n'
+_BEGIN = "num=0 removed= kept=\n"
+"""Variables of these names in a user's environment must not get into the answer."""
+_ANSWER = 'echo "ended $num removed$removed kept$kept"\n'
+_ANSWERED = re.compile(r"^ended (\d+) removed((?: \d+)*) kept((?: \d+)*)\s*$", re.MULTILINE)
 
 
 class Answer(NamedTuple):
-    """What was found on a host: the number of processes ended, and the numbers of the folders removed."""
+    """What was found on a host: the number of processes ended, and the folders of mpirun."""
 
     ended: int
-    removed: frozenset[int]
+    folders: Found = Found()
 
 
 class Agent(NamedTuple):
@@ -125,13 +127,13 @@ def _everywhere(
     agent: Agent, scripts: Mapping[str, str], timeout_s: float, indices: Mapping[str, int]
 ) -> dict[str, Answer]:
     with ThreadPoolExecutor(min(64, len(scripts)), "mpitrain-agent") as pool:
-        commands = [agent.command(host, indices.get(host, 0), text + _ANSWER) for host, text in scripts.items()]
+        commands = [
+            agent.command(host, indices.get(host, 0), _BEGIN + text + _ANSWER) for host, text in scripts.items()
+        ]
         answers = dict(zip(scripts, pool.map(lambda command: _answer(command, timeout_s), commands), strict=True))
-    found = {
-        host: re.search(r"^ended (\d+) removed((?: \d+)*)\s*$", text, re.MULTILINE) for host, text in answers.items()
-    }
+    found = {host: _ANSWERED.search(text) for host, text in answers.items()}
     return {
-        host: Answer(int(match[1]), frozenset(map(int, match[2].split())))
+        host: Answer(int(match[1]), Found(*(frozenset(map(int, match[group].split())) for group in (2, 3))))
         for host, match in found.items()
         if match is not None
     }

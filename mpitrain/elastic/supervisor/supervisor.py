@@ -21,8 +21,9 @@ from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
 from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.memory_kills import NAMED, LaunchKills
-from mpitrain.elastic.supervisor.mpi_files import Segment, Sessions, find_segments, remove_segments
 from mpitrain.elastic.supervisor.requests import Requests
+from mpitrain.elastic.supervisor.segments import Segment, find_segments, remove_segments
+from mpitrain.elastic.supervisor.sessions import Sessions
 from mpitrain.elastic.supervisor.texts import public
 from mpitrain.elastic.supervisor.words import Command, resume_of
 from mpitrain.monitor.record.alerts import Alerts
@@ -109,6 +110,8 @@ class Supervisor:
             return 128 + (self._requests.end or self._requests.stop)
         finally:
             self._clean()
+            for line in self._sessions.remaining():
+                say(line)
             self.folder.close()
 
     # One launch
@@ -247,7 +250,7 @@ class Supervisor:
             self._settle(clean(self.plan.agent, hosts, left, self.plan.limits.probe_s, self._indices))
 
     def _settle(self, answers: Mapping[str, Answer]) -> None:
-        for line in self._sessions.settle({host: answer.removed for host, answer in answers.items()}):
+        for line in self._sessions.settle({host: answer.folders for host, answer in answers.items()}):
             say(line)
 
     def _enough(self) -> bool:

@@ -20,7 +20,7 @@ _HOST_FILE = {"hostfile", "machinefile", "f", "default-hostfile"}
 _TWO_VALUES = {"mca", "omca", "gmca", "pmixmca", "gpmixmca", "prtemca", "genv", "env"}
 _ONE_VALUE = {
     *("x", "wdir", "wd", "path", "prefix", "map-by", "rank-by", "bind-to", "timeout", "output", "launcher", "launcher-exec"),
-    *("with-ft", "ppn", "rr", "genvlist", "envlist", "app", "tune", "personality", "runtime-options", "display", "npernode"),
+    *("with-ft", "ppn", "rr", "genvlist", "envlist", "app", "tune", "am", "personality", "runtime-options", "display", "npernode"),
     *("N", "npersocket", "pernode", "cpu-set", "report-state-on-timeout", "launch-agent", "rmk", "iface", "bootstrap", "stdin"),
     *("bootstrap-exec", "configfile", "max-restarts", "pset", "xterm", "mem", "cpus-per-rank", "show-progress", "output-filename"),
 }  # fmt: skip
@@ -73,8 +73,9 @@ class Command:
         """The last value of an option such as `--mca NAME VALUE` (two values) or `-launcher-exec VALUE`."""
         found = None
         for index, word in enumerate(self.options):
-            if word in names and index + 1 < len(self.options):
-                found = self.options[index + 1]
+            flag, equals, value = word.partition("=")
+            if flag in names and (equals or index + 1 < len(self.options)):
+                found = value if equals else self.options[index + 1]
         return found
 
 

@@ -1,4 +1,4 @@
-"""The folders of mpirun, and the shared memory of MPI: what the supervisor removes, and what it must not."""
+"""The folders of mpirun, and the shared memory of MPI: where they are made, what is removed, and what must not be."""
 
 import mmap
 import os
@@ -12,8 +12,9 @@ import pytest
 from launching import ROOT
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
-from mpitrain.elastic.supervisor import mpi_files
-from mpitrain.elastic.supervisor.mpi_files import PREFIX, VARIABLES, Session, Sessions, make, script
+from mpitrain.elastic.supervisor import scripts, segments
+from mpitrain.elastic.supervisor.agents import Answer, clean, parse_agent, probe
+from mpitrain.elastic.supervisor.sessions import PLACE_PREFIX, VARIABLES, Found, Session, Sessions, make
 from mpitrain.elastic.supervisor.words import parse
 
 PRTE, ORTE = VARIABLES
@@ -43,8 +44,14 @@ def test_a_launch_gets_a_folder_of_its_own_where_the_user_wants_it(place: Path, 
         (["mpirun", "-np", "2", "a"], "mpich", {}),
         (["mpirun", "--prtemca", "prte_tmpdir_base", "/scratch", "a"], "openmpi", {}),
         (["mpirun", "--mca", "orte_local_tmpdir_base", "/scratch", "a"], "openmpi", {}),
+        (["mpirun", "--tune", "site.conf", "a"], "openmpi", {}),
+        (["mpirun", "--am=no.conf,site.conf", "a"], "openmpi", {}),
         (["mpirun", "a"], "openmpi", {"PRTE_MCA_prte_remote_tmpdir_base": "/scratch"}),
+        (["mpirun", "a"], "openmpi", {"OMPI_MCA_mca_base_param_files": "no.conf:site.conf"}),
+        (["mpirun", "a"], "openmpi", {"OMPI_MCA_mca_base_envar_file_prefix": "site.conf"}),
         (["mpirun", "a"], "openmpi", {"HOME": "home"}),
+        (["site/bin/mpirun", "a"], "openmpi", {}),
+        (["usual/mpirun", "a"], "openmpi", {}),  # a link to it
         (["mpirun", "a"], "openmpi", {PRTE: "/nonexistent/folder"}),
     ],
 )
@@ -52,33 +59,67 @@ def test_a_place_that_the_user_has_set_otherwise_stays(
     place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], kind: str, environ: dict[str, str]
 ) -> None:
     monkeypatch.chdir(place)
-    parameters = place / "home/.prte/mca-params.conf"
-    parameters.parent.mkdir(parents=True)
-    parameters.write_text("# of the site\nprte_local_tmpdir_base = /scratch\n")
+    for name in ("home/.prte", "site/etc", "site/bin", "usual"):
+        (place / name).mkdir(parents=True)
+    (place / "home/.prte/mca-params.conf").write_text("# of the site\nprte_local_tmpdir_base = /scratch\n")
+    (place / "site/etc/openmpi-mca-params.conf").write_text("orte_local_tmpdir_base=/scratch\n")
+    (place / "site.conf").write_text("-mca a b -mca prte_local_tmpdir_base /scratch\n")
+    (place / "no.conf").write_text("# prte_local_tmpdir_base = /scratch\nprte_tmpdir_base_x = 1\n")
+    (place / "site/bin/mpirun").write_text("#!/bin/sh\n")
+    (place / "site/bin/mpirun").chmod(0o755)
+    (place / "usual/mpirun").symlink_to(place / "site/bin/mpirun")
     assert make(parse(words, kind), {"TMPDIR": str(place), **environ}) is None  # type: ignore[arg-type]
+    assert make(OPEN_MPI, {"TMPDIR": str(place), "OMPI_MCA_mca_base_param_files": "no.conf"}) is not None
 
 
-def test_without_a_writable_place_of_the_user_it_lies_in_the_usual_one() -> None:
-    session = make(OPEN_MPI, {"TMPDIR": "/proc"})
-    assert session is not None
-    Path(session.folder).rmdir()
-    assert Path(session.folder).parent in (Path("/tmp"), Path("/var/tmp"))
+@pytest.mark.parametrize(
+    ("kind", "hosts", "environ", "is_in_tmpdir"),
+    [
+        ("openmpi", ["localhost"], {}, True),
+        ("openmpi", ["localhost", "far"], {}, False),
+        ("openmpi", [], {"LSB_JOBID": "7"}, False),  # mpirun alone knows the hosts
+        ("other", [], {}, False),  # a script: nobody knows them
+    ],
+)
+def test_other_hosts_may_lack_the_temporary_folder_of_this_one(
+    place: Path, kind: str, hosts: list[str], environ: dict[str, str], is_in_tmpdir: bool
+) -> None:
+    for tmpdir in (str(place), "/proc"):
+        session = make(parse(OPEN_MPI.words(), kind), environ | {"TMPDIR": tmpdir}, hosts)  # type: ignore[arg-type]
+        assert session is not None
+        Path(session.folder).rmdir()
+        usual = Path(session.folder).parent in (Path("/tmp"), Path("/var/tmp"))
+        assert usual == (not is_in_tmpdir or tmpdir == "/proc")
+    # what the user says is for all hosts
+    session = make(OPEN_MPI, {"TMPDIR": "/proc", PRTE: str(place)}, ["far"])
+    assert session is not None and Path(session.folder).parent == place
+
+
+def test_no_folder_is_made_in_that_of_another_launch(place: Path) -> None:
+    """A program that a rank has started may outlive the rank's job, and then has the names of that job's folder in its environment."""
+    outer = make(OPEN_MPI, {PRTE: str(place)})
+    assert outer is not None
+    inner = make(OPEN_MPI, dict.fromkeys(VARIABLES, outer.folder))
+    assert inner is not None and Path(inner.folder).parent == place
+    several = place / f"{PLACE_PREFIX}x"
+    several.mkdir()
+    inner = make(OPEN_MPI, dict.fromkeys(VARIABLES, str(several)))
+    assert inner is not None and Path(inner.folder).parent == several
 
 
 def begun(place: Path) -> Session:
     """A folder with what a killed mpirun has left."""
     session = make(OPEN_MPI, {"TMPDIR": str(place)})
     assert session is not None
-    for name in ("ompi.17/1", "prted.18", f"{PREFIX}x/ompi.19"):
+    for name in ("ompi.17/1", "prted.18"):
         Path(session.folder, name).mkdir(parents=True)
     Path(session.folder, "ompi.17/hwloc.sm").touch()
     return session
 
 
-def clean(*sessions: Session, host: str = "localhost") -> str:
-    """The numbers of the folders that were removed."""
-    lines = script(sessions, host) + 'echo "$removed"\n'
-    return subprocess.run(["sh", "-c", lines], capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+def cleaned(*sessions: Session, host: str = "localhost") -> Found:
+    agent = parse_agent("sh -c 'eval \"$2\"' agent")  # of the words that follow, the second is the script
+    return clean(agent, [host], sessions, 20.0, {})[host].folders
 
 
 @pytest.mark.parametrize("host", ["localhost", "far"])
@@ -86,7 +127,7 @@ def test_only_the_folder_of_the_launch_is_removed(place: Path, host: str) -> Non
     mine, other = begun(place), begun(place)
     user = place / "ompi.70007"
     user.mkdir()
-    assert clean(mine, Session(f"{place}/none", "1:1"), host=host) == "0"
+    assert cleaned(mine, Session(f"{place}/none", "1:1"), host=host).kept == set()
     assert set(place.iterdir()) == {Path(other.folder), user}
 
 
@@ -99,21 +140,79 @@ def test_what_stands_in_its_place_now_is_not_removed(place: Path) -> None:
     os.rename(swapped.folder, place / "b")
     (Path(swapped.folder) / "ompi.1").mkdir(parents=True)
     Path(kept.folder, "thesis.tex").touch()
-    assert clean(linked, swapped, kept) == ""
-    assert clean(linked, kept, host="far") == ""
+    assert cleaned(linked, swapped, kept) == Found(frozenset(), frozenset({2}))
     for folder in (victim / "ompi.1", Path(swapped.folder, "ompi.1"), Path(kept.folder, "thesis.tex")):
         assert folder.exists()
 
 
-def test_the_folder_of_a_host_without_an_answer_is_removed_later(place: Path) -> None:
+def test_the_folder_of_a_living_mpirun_is_not_removed(place: Path) -> None:
+    """Such as one that a rank has started, with the variables of the launch."""
+    session = begun(place)
+    with subprocess.Popen(["cat"], env={**os.environ, ORTE: session.folder}, stdin=subprocess.PIPE) as inner:
+        assert cleaned(session) == Found(frozenset(), frozenset({0}))
+        assert Path(session.folder, "ompi.17/hwloc.sm").exists()
+        inner.communicate()
+    assert cleaned(session) == Found(frozenset({0}))
+    assert list(place.iterdir()) == []
+
+
+def test_variables_of_the_user_do_not_get_into_the_answer_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("num", "removed", "kept", "found", "folder"):
+        monkeypatch.setenv(name, "abc")
+    assert probe(parse_agent("false"), ["localhost"], 10.0, {}) == ["localhost"]
+    assert clean(parse_agent("false"), [], [], 10.0, {}) == {"localhost": Answer(0)}
+
+
+def test_a_folder_stays_on_the_list_until_it_is_removed(place: Path) -> None:
     sessions = Sessions()
-    settings = sessions.begin(OPEN_MPI, {"TMPDIR": str(place)}, ["localhost", "far1", "far2"])
+    settings = sessions.begin(OPEN_MPI, {PRTE: str(place)}, ["localhost", "far1", "far2", "far3"])
     assert set(settings) == set(VARIABLES)
     (folder,) = set(settings.values())
-    assert sessions.settle({"localhost": {0}, "far1": {0}}) == [f"removed mpirun's folder {folder} on this host, far1"]
-    assert sessions.hosts() == {"far2"}
-    assert sessions.settle({"localhost": (), "far2": {0}}) == [f"removed mpirun's folder {folder} on far2"]
-    assert sessions.left == []
+    gone, kept = Found(frozenset({0})), Found(kept=frozenset({0}))
+    first = {"localhost": gone, "far1": gone, "far2": kept}
+    assert sessions.settle(first) == [f"removed mpirun's folder {folder} on this host, far1"]
+    assert sessions.hosts() == {"far2", "far3"}
+    reason = "it has other files, or a living process has its name in the environment"
+    assert list(sessions.remaining()) == [
+        f"mpirun's folder {folder} stays on far2: {reason}",
+        f"mpirun's folder {folder} may stay on far3: no answer",
+    ]
+    assert sessions.settle({"localhost": Found(), "far2": gone}) == [f"removed mpirun's folder {folder} on far2"]
+    assert sessions.settle({"far3": Found()}) == []
+    assert sessions.left == [] == list(sessions.remaining())
+
+
+@pytest.mark.parametrize(
+    ("words", "is_elastic"),
+    [
+        ("--train.elastic", True),
+        ("--train.elastic=TRUE --train.steps 3", True),
+        ("train --config no.toml --train.elastic", True),
+        ("--config elastic.toml", True),
+        ("--config=inline.toml", True),
+        ("--config elastic.toml --train.no-elastic", False),
+        ("--config elastic.toml --train.elastic=false", False),
+        ("--train.elastic true --train.elastic false", False),
+        ("--config no.toml", False),
+        ("--config elsewhere.toml", False),
+        ("--config pipe", False),
+        ("--config none", False),
+        ("--run elastic", False),
+        ("--train.elastic true --train.nothing 1", False),  # as the ranks will say
+        ("--train.elastic --help", False),
+    ],
+)
+def test_scripts_understand_words_as_the_program_does(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, is_elastic: bool
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "elastic.toml").write_text("[train]\nelastic = true\n")
+    (place / "inline.toml").write_text('train = { "elastic" = true }\n')
+    (place / "no.toml").write_text("[train]\nelastic = false\n")
+    (place / "elsewhere.toml").write_text("run = '''\nelastic = true'''\n")
+    os.mkfifo(place / "pipe")
+    scripts.main("is-elastic", *words.split())
+    assert capsys.readouterr().out == "true\n" * is_elastic
 
 
 MAPS = """
@@ -144,17 +243,17 @@ def test_only_shared_memory_that_the_job_has_made_and_nobody_uses_is_removed() -
         words = [sys.executable, "-c", MAPS, *map(str, files)]
         with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
             assert job.stdout is not None and job.stdout.readline() == b"mapped\n"
-            found = mpi_files.find_segments(f"me-{number}")
+            found = segments.find_segments(f"me-{number}")
             assert {segment.path for segment in found} == {str(path) for path in (old, new, used)}
-            mpi_files.remove_segments(found, since)
+            segments.remove_segments(found, since)
             assert all(path.exists() for path in files), "the job still has them mapped"
         with used.open("r+b") as file, mmap.mmap(file.fileno(), 0):
             file.close()
-            mpi_files.remove_segments(found, since)
+            segments.remove_segments(found, since)
         assert [path.exists() for path in files] == [True, False, True, True]
         new.write_bytes(b"another's")
         # the old inode may be given out again
-        mpi_files.remove_segments({segment._replace(inode=segment.inode + 10**6) for segment in found}, since)
+        segments.remove_segments({segment._replace(inode=segment.inode + 10**6) for segment in found}, since)
         assert new.exists()
     finally:
         for path in files:
@@ -190,7 +289,7 @@ def test_a_supervisor_removes_what_its_launches_made_and_says_so(place: Path) ->
     (place / "temporary").mkdir()
     words = [sys.executable, "-m", "mpitrain", "elastic", "--run", "run", "--pause", "0.1", "--"]
     words += [sys.executable, "-c", CHILD, "run", "bases", str(mine / "tokens.bin")]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(place / "temporary")} | dict.fromkeys(VARIABLES, "")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), PRTE: str(place / "temporary"), ORTE: ""}
     result = subprocess.run(words, cwd=place, env=env, capture_output=True, text=True, timeout=50)
     assert result.returncode == 0, result.stderr
     first, second = (place / "bases").read_text().split("\n")[:2]

@@ -436,7 +436,7 @@ def test_the_sweep_ends_what_has_the_mark_and_nothing_else() -> None:
     mine, other = sleeper(f"one-{os.getpid()}"), sleeper(f"one-{os.getpid()}0")
     try:
         answers = sweep(parse_agent("false"), ["far"], f"one-{os.getpid()}", [], 10.0, {})
-        assert answers == {"localhost": Answer(1, frozenset())}
+        assert answers == {"localhost": Answer(1)}
         assert mine.wait(5) == -9
         assert other.poll() is None
     finally:
@@ -454,7 +454,7 @@ def test_the_sweep_lets_a_command_of_an_event_come_to_its_end(tmp_path: Path, mo
     alerts.tell({"event": "end"})
     while not (tmp_path / "begun").exists():
         time.sleep(0.02)
-    assert sweep(parse_agent("false"), [], f"one-{os.getpid()}", [], 10.0, {}) == {"localhost": Answer(0, frozenset())}
+    assert sweep(parse_agent("false"), [], f"one-{os.getpid()}", [], 10.0, {}) == {"localhost": Answer(0)}
     alerts.close()
     assert (tmp_path / "done").exists()
 
