@@ -47,8 +47,11 @@ mpi_environment() {
     fi
 }
 
-# What mpitrain/elastic/supervisor/scripts.py answers; only after setup.
-ask() { "$venv/bin/python" -P -m mpitrain.elastic.supervisor.scripts "$@"; }
+# What mpitrain/elastic/supervisor/scripts.py answers; only after setup. A signal is the script's alone: what is made gets known to it.
+ask() (
+    trap '' INT TERM HUP
+    exec "$venv/bin/python" -P -m mpitrain.elastic.supervisor.scripts "$@"
+)
 
 # Makes a folder for the files of the next mpirun of Open MPI and its daemons, and sets in_session to the words before that mpirun
 # by which it uses the folder. Not exported: what has them in its environment keeps the folder from being removed.

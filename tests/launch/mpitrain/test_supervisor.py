@@ -111,16 +111,24 @@ ON_CLUSTER = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **YIELDS}
 
 @pytest.fixture
 def head(tmp_path: Path) -> Path:
-    """A program for the cluster's head: starts its arguments under the supervisor, and ends rank 0's host once step 25 is done."""
+    """A program for the cluster's head: starts its arguments under the supervisor, and ends rank 0's host once step 25 is done.
+
+    The other hosts do not have, and cannot make, the folder TMPDIR of head, as it may be between nodes.
+    """
     need_namespaces()
     script = tmp_path / "head.py"
     script.write_text("""
 import os, pathlib, signal, subprocess, sys, time
 from mpitrain.elastic import marks
+from mpitrain.elastic.supervisor.sessions import VARIABLES
 folder, *program = sys.argv[1:]
 hosts = "-hosts" if "HYDRA_LAUNCHER" in os.environ else "-H"
 mpirun = [os.environ["CLUSTER_MPIRUN"], hosts, os.environ["CLUSTER_HOSTS"], "-np", "2"]
-job = subprocess.Popen([sys.executable, "-m", "mpitrain", "elastic", "--", *mpirun, sys.executable, *program])
+env = {**os.environ, "TMPDIR": "/dev/shm/of_head"} | dict.fromkeys(VARIABLES, "")
+os.mkdir(env["TMPDIR"])
+for host in ("host1", "host2"):
+    subprocess.run([os.environ["CLUSTER_SSH"], host, f"touch {env['TMPDIR']}"], check=True)
+job = subprocess.Popen([sys.executable, "-m", "mpitrain", "elastic", "--", *mpirun, sys.executable, *program], env=env)
 while job.poll() is None:
     alive = marks.read_alive(pathlib.Path(folder))
     if alive is not None and alive.step >= 25:
