@@ -84,12 +84,13 @@ survive_options() {
 
 # Sets by_srun to the words by which Slurm itself starts the ranks, where its srun can start those of this MPI. Then a signal of Slurm
 # (scancel, preemption, a requeue, the limit of time) goes to the ranks, which save; mpirun's daemons would end at it, and the ranks with
-# them. After survive_options: srun's ranks do not survive the loss of others.
+# them. After survive_options: srun's ranks do not survive the loss of others. export: after sbatch --export=NONE, the rule at several
+# sites, srun would give the ranks none of the variables above.
 srun_words() {
     by_srun=()
     [ -n "${SLURM_JOB_ID-}" ] && [ "${#survive[@]}" = 0 ] && command -v srun >/dev/null || return 0
     case $("$mpirun" --version 2>&1) in *"Open MPI"*) ;; *) return 0 ;; esac
-    case $(srun --mpi=list 2>&1) in *pmix*) by_srun=(srun --mpi=pmix) ;; *) return 0 ;; esac
+    case $(srun --mpi=list 2>&1) in *pmix*) by_srun=(srun --mpi=pmix --export=ALL) ;; *) return 0 ;; esac
     # Since Slurm 22.05 srun does not take the job's cores of a task, unless it is told by this variable
     [ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK-$SLURM_CPUS_PER_TASK}
 }
