@@ -7,9 +7,12 @@ from typing import NoReturn
 
 # Before all that needs more than the standard library, because a head node may have no more.
 if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
+    from mpitrain.elastic.supervisor.requests import Requests
+
+    requests = Requests()  # first: a request to stop that comes during the imports, or while mpirun and Slurm are asked, counts
     from mpitrain.elastic.supervisor.command import main as elastic
 
-    raise SystemExit(elastic(sys.argv[2:]))
+    raise SystemExit(elastic(sys.argv[2:], requests))
 
 from mpitrain.elastic import marks
 from mpitrain.train import stop

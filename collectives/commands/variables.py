@@ -45,6 +45,7 @@ PROGRESS_THREAD | 0, 1: a thread that drives asynchronous operations | 1 with tw
 RANK_PROCESS | process id of a rank: its child processes are none | none | collectives
 RECORD_DIR | folder for the flight record of each rank | the run's `flight-record` in the main job, else stderr | you
 SHM_DIR | folder in memory that the ranks of a node share | `/dev/shm`, else the folder for temporary files | you
+STOP_ASKED | 1: SIGUSR1 came before the supervisor could hear it | none | elastic
 STOP_FILE | file whose existence is a request to stop, made before the ranks could hear a signal | none | train, elastic
 SUPERVISOR | marks the processes of a supervised launch, so that the sweep after a failure finds them | none | elastic
 TEST_FULL | 1: the tests run all cases | short | test
@@ -70,6 +71,7 @@ COBALT_JOBID | number of a job, for the lock of a run's folder | none | Cobalt
 COLUMNS | width of the terminal of a job | asks the terminal | scripts
 DEBIAN_FRONTEND | set-up installs Debian's packages without questions | `noninteractive` | scripts
 DS_ACCELERATOR | kind of processor of DeepSpeed in benchmarks | `cpu` | benchmarks
+ENVIRONMENT | `BATCH` in a batch job | none | Slurm
 FLUX_JOB_ID | number of a job, for the lock of a run's folder | none | Flux
 GLIBC_TUNABLES | if it is set, ranks leave glibc's allocator as it is | ranks keep freed memory | you
 GLOO_SOCKET_IFNAME | interface of Gloo in benchmarks | `lo` | benchmarks
@@ -138,6 +140,7 @@ OPENBLAS_NUM_THREADS | threads of processes that tokenize or read files of stran
 PALS_* | of an mpirun of Cray; programs that a rank starts do not get them | none | mpirun
 PALS_APID | the job under an mpirun of Cray | none | mpirun
 PATH | folders of programs; scripts and packs put those of the environment first | the system's | you, scripts, pack
+PBS_ENVIRONMENT | `PBS_INTERACTIVE` in a job with a user's shell | none | PBS
 PBS_JOBID | number of a job, also in the names of copies | none | PBS
 PBS_NODEFILE | hosts of a job | none | PBS
 PBS_O_WORKDIR | folder of the checkout, for examples/pbs | none | PBS
@@ -171,6 +174,8 @@ PYTHONPATH | further folders of packages; a pack takes them in | none | you
 PY_COLORS | whether the tests print colours | as the terminal | scripts
 RANK | only for an error about the launcher | none | torchrun
 RAYON_NUM_THREADS | threads of the fastokens library | 1: the ranks are parallel | you, ranks
+SLURMD_NODENAME | node of a process that Slurm has started | none | Slurm
+SLURM_CLUSTERS | not passed to Slurm's commands about the own job | none | you
 SLURM_CPUS_PER_TASK | most threads of a rank that nobody has bound | none | Slurm
 SLURM_GTIDS | a rank of srun; programs that a rank starts do not get it | none | Slurm
 SLURM_JOB_ID | number of a job, also in the names of copies | none | Slurm
@@ -178,12 +183,14 @@ SLURM_JOB_NODELIST | hosts of a job | none | Slurm
 SLURM_LOCALID | a rank of srun; programs that a rank starts do not get it | none | Slurm
 SLURM_NTASKS | ranks of a job, for examples/slurm | none | Slurm
 SLURM_PROCID | rank under srun | none | Slurm
+SLURM_PTY_PORT | set in a user's shell on a node | none | Slurm
 SLURM_RESTART_COUNT | how often a job was queued again | none | Slurm
 SLURM_STEPID | a rank of srun; programs that a rank starts do not get it | none | Slurm
 SLURM_STEP_* | a rank of srun; programs that a rank starts do not get them | none | Slurm
 SLURM_STEP_NUM_TASKS | ranks of a step | none | Slurm
 SLURM_TASKS_PER_NODE | ranks of each host | none | Slurm
 SLURM_TASK_PID | process of a task: tells a rank of srun from its children | none | Slurm
+SQUEUE_* | not passed to Slurm's commands about the own job | none | you
 SRUN_CPUS_PER_TASK | cores of a rank of srun | SLURM_CPUS_PER_TASK | you, scripts
 SSL_CERT_FILE | certificates of uv, from pip's settings | none | set-up
 SSL_CLIENT_CERT | certificate of uv, from pip's settings | none | set-up

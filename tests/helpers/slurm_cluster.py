@@ -1,7 +1,8 @@
 """Slurm on the hosts of mpirun/cluster, for programs on its head (`mpirun/cluster run -H 2x2 --on-head -- python PROGRAM ...`).
 
 slurmctld runs on head, and slurmd on each host. So a batch script runs on the first host of its job, and its ranks on all.
-There are two partitions: a job in "urgent" takes the hosts from jobs in "main", which go back into the queue.
+There are three partitions: a job in "urgent" takes the hosts from jobs in "main" and "graced", which go back into the queue; those in
+"graced" have 60 s from the announcement to the end.
 """
 
 import os
@@ -40,6 +41,7 @@ CompleteWait=0
 ReturnToService=2
 {nodes}
 PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1 MaxTime=INFINITE
+PartitionName=graced Nodes=ALL State=UP PriorityTier=1 GraceTime=60 MaxTime=INFINITE
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE
 """
 

@@ -4,7 +4,8 @@
     python tests/helpers/slurm_losses.py --ways train --events scancel --runs 1 --output FILE
 
 Ways: the batch scripts of examples/slurm, elastic.sbatch with and without `train.elastic`. Events: scancel, a requeue, preemption by
-an urgent job, the limit of time, and a node that is drained and then emptied by a requeue. Each trial starts a job, waits for step 35,
+an urgent job, with and without a GraceTime, the limit of time, and a requeue of a job on a drained node. With `--save-s 10` each save
+of a checkpoint takes so many seconds. Each trial starts a job, waits for step 35,
 does the event, and waits until a job of the same run trains again: the job itself after it was queued again, else the same script
 submitted once more. The result is one line of JSON: `last`, the last step that was done, `start`, the step from which the run went on,
 and `lost`, the difference. Trials that the output has are not done again, so the command can be stopped and started again. The table is
@@ -13,6 +14,7 @@ printed at the end. It needs root, namespaces and Debian's packages of Slurm. A 
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -32,7 +34,17 @@ ROOT = Path(__file__).resolve().parents[2]
 COPY_EVERY = 10
 _ELASTIC = ("--train.elastic", "true", "--train.copy-every", str(COPY_EVERY))
 WAYS = {"train": ("train", ()), "elastic": ("elastic", ()), "copies": ("elastic", _ELASTIC)}
-EVENTS = ("scancel", "requeue", "preempt", "limit", "drain")
+EVENTS = ("scancel", "requeue", "preempt", "grace", "limit", "drain")
+_SLOW = """
+import os, re, time
+
+def rename(old, new, _rename=os.rename, **words):
+    if re.search(r"step-\\d+$", str(new)):
+        time.sleep({save_s})
+    _rename(old, new, **words)
+
+os.rename = rename
+"""
 _JOB = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--requeue")
 _RUN = (
     *(
@@ -57,11 +69,12 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--events", nargs="+", choices=EVENTS, default=list(EVENTS))
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--save-s", type=float, default=0.0, help="a save takes so much longer (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True)
     words = parser.parse_args()
     wanted = [(way, event, run) for run in range(words.runs) for way in words.ways for event in words.events]
     if "CLUSTER_HOSTS" in os.environ:
-        return measure(wanted, words.output.absolute())
+        return measure(wanted, words.save_s, words.output.absolute())
     if slurm_root() is None:
         raise SystemExit("Slurm's packages cannot be had here")
     words.output.parent.mkdir(parents=True, exist_ok=True)
@@ -78,29 +91,37 @@ def read(output: Path) -> list[dict]:
 
 
 def print_table(results: list[dict]) -> None:
-    print(f"{'way':10}{'event':10}{'runs':>5}{'failed':>8}{'lost steps: median':>20}{'most':>6}")
+    print(f"{'way':10}{'event':10}{'save s':>7}{'runs':>5}{'failed':>8}{'lost steps: median':>20}{'most':>6}")
+    saves = sorted({each.get("save_s", 0.0) for each in results})
     for way in WAYS:
-        for event in EVENTS:
-            if mine := [each for each in results if (each["way"], each["event"]) == (way, event)]:
+        for event, save_s in itertools.product(EVENTS, saves):
+            if mine := [each for each in results if _kind(each) == (way, event, save_s)]:
                 lost = [each["lost"] for each in mine if each["lost"] is not None]
                 middle, most = (statistics.median(lost), max(lost)) if lost else ("-", "-")
-                print(f"{way:10}{event:10}{len(mine):5}{len(mine) - len(lost):8}{middle:20}{most:6}")
+                print(f"{way:10}{event:10}{save_s:7g}{len(mine):5}{len(mine) - len(lost):8}{middle:20}{most:6}")
 
 
-def measure(wanted: list[tuple[str, str, int]], output: Path) -> int:
+def _kind(result: dict) -> tuple[str, str, float]:
+    return result["way"], result["event"], result.get("save_s", 0.0)
+
+
+def measure(wanted: list[tuple[str, str, int]], save_s: float, output: Path) -> int:
     """The trials that the output does not have yet, one after another on one Slurm."""
-    root, done = slurm_root(), {(each["way"], each["event"], each["run"]) for each in read(output)}
+    root, done = slurm_root(), {(*_kind(each), each["run"]) for each in read(output)}
     assert root is not None
     with tempfile.TemporaryDirectory(prefix="slurm-") as name:
         folder = Path(name)
         (folder / "corpus.txt").write_text("\n".join(f"{n} times {n} is {n * n}" for n in range(20_000)))
         os.environ["OMP_NUM_THREADS"] = "1"
+        if save_s:
+            (folder / "sitecustomize.py").write_text(_SLOW.format(save_s=save_s))
+            os.environ["PYTHONPATH"] = f"{folder}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
         slurm = Slurm(root, folder)
         for way, event, run in wanted:
-            if (way, event, run) in done:
+            if (way, event, save_s, run) in done:
                 continue
             trial = Trial(slurm, folder / f"{way}-{event}-{run}", way, event)
-            result = {"way": way, "event": event, "run": run, **trial.result()}
+            result = {"way": way, "event": event, "save_s": save_s, "run": run, **trial.result()}
             print(json.dumps(result), flush=True)
             with output.open("a") as file:
                 file.write(json.dumps(result) + "\n")
@@ -126,6 +147,7 @@ class Trial:
         began = time.monotonic()
         try:
             lead = ("--time=2", "--signal=B:USR1@60") if self.event == "limit" else ("--time=10",)
+            lead = (*lead, "--partition=graced") if self.event == "grace" else lead
             job = self._submit(*lead)
             self._look(lambda: self._step >= (1 if self.event == "limit" else _BEGIN), "the first steps", 120)
             at = self._step
@@ -153,7 +175,7 @@ class Trial:
                 pass
             case "requeue":
                 slurm.tell("scontrol", "requeue", job)
-            case "preempt":
+            case "preempt" | "grace":
                 slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
             case "drain":
                 slurm.tell("scontrol", "update", "nodename=host2", "state=drain", "reason=test")
@@ -163,7 +185,8 @@ class Trial:
         self._look(lambda: not re.match("RUNNING|$", slurm.state(job)), "the end of the job", 150)
         if self.event == "drain":
             slurm.tell("scontrol", "update", "nodename=host2", "state=resume")
-        if self.event in ("requeue", "preempt", "drain") or (self.event == "limit" and self._script.stem == "elastic"):
+        is_supervised = self._script.stem == "elastic"
+        if self.event in ("requeue", "preempt", "drain") or (self.event in ("grace", "limit") and is_supervised):
             return job
         self._look(lambda: not slurm.ask("squeue", "--noheader"), "the end of all processes", 120)
         return self._submit("--time=10")

@@ -246,6 +246,19 @@ def test_an_elastic_run_gets_an_mpi_that_survives(tmp_path: Path, words: list[st
     assert (result.returncode, result.stdout) == (0, "--with-ft ulfm\n" if survives else "\n"), str(result)
 
 
+def test_elastic_tells_the_supervisor_of_a_signal_that_came_earlier(checkout: Path) -> None:
+    shutil.copy(ROOT / "mpirun/elastic", checkout / "mpirun/elastic")
+    look = "import os, signal; print(os.environ.get('MPITRAIN_STOP_ASKED'), signal.getsignal(signal.SIGUSR1).name)\n"
+    (checkout / "mpitrain/__main__.py").write_text(look)
+    for line, when, said in (
+        ("echo sets up; sleep 0.3", "sets up", "1 SIG_IGN"),
+        ("echo sets up", None, "None SIG_IGN"),
+    ):
+        (checkout / "mpirun/setup").write_text(f"#!/bin/sh\ntrap '' USR1\n{line}\n")
+        result = run([checkout / "mpirun/elastic", "-np", "1"], when=when)
+        assert (result.returncode, result.stdout) == (0, f"sets up\n{said}\n"), str(result)
+
+
 def test_test_refuses_an_unknown_part(checkout: Path) -> None:
     result = run([checkout / "mpirun/test", "units"], cwd=checkout)
     assert result.returncode == 1, str(result)

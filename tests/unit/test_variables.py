@@ -18,7 +18,7 @@ FAMILIES = re.compile(
 )
 """Names that are variables in any module. In a module that reads variables, any name with an underscore may be one, but for:"""
 OTHER_NAMES = re.compile(
-    "NCCL_(MAX|MIN|PROD|SUM|U?INT8|U?INT32|U?INT64|B?FLOAT[0-9]+)|MPIX_.+|MPI_THREAD_MULTIPLE|CLOCK_BOOTTIME|STAGE_OUT|MPITRAIN_"
+    "NCCL_(MAX|MIN|PROD|SUM|U?INT8|U?INT32|U?INT64|B?FLOAT[0-9]+)|MPIX_.+|MPI_THREAD_MULTIPLE|CLOCK_BOOTTIME|STAGE_OUT|PBS_INTERACTIVE|MPITRAIN_"
 )
 OF_BASH = re.compile("BASH_.*|EUID|IFS|SECONDS|ORIGIN")
 """The last one is of the loader of libraries."""

@@ -12,59 +12,94 @@ from mpitrain.files import read_object, replace
 
 QUEUE = ".requeue"
 MAX_FRUITLESS = 2
-"""So many jobs in a row may do no new step. More would not help: the limit of time may be shorter than the lead of the signal that asks
-to stop ahead of it."""
+"""So many jobs in a row may do no new step. More would not help: what has kept them from one will keep the next ones."""
 _ANSWER_S = 10.0
 _GOES_ON = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "CONFIGURING")
 
 
 def is_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a batch system ends this job by SIGTERM, perhaps several times, and later by SIGKILL."""
-    return any(environ.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID"))
+    """Whether a batch system ends this job by SIGTERM, perhaps several times, and later by SIGKILL. Not so in a shell of salloc or of
+    an interactive job of PBS, where a user does it."""
+    if environ.get("SLURM_JOB_ID"):
+        is_on_node = bool(environ.get("SLURMD_NODENAME")) and not environ.get("SLURM_PTY_PORT")
+        return is_on_node or environ.get("ENVIRONMENT") == "BATCH"
+    return bool(environ.get("PBS_JOBID")) and environ.get("PBS_ENVIRONMENT") != "PBS_INTERACTIVE"
 
 
-def ending_state(environ: Mapping[str, str] = os.environ) -> str:
-    """The state of this process's job, such as COMPLETING, if Slurm has begun to end it: by scancel, a requeue, preemption or the limit
-    of time. Else "", also without an answer. A job that has lost a node, and may go on without it, runs."""
+def job_state(environ: Mapping[str, str] = os.environ) -> str:
+    """What Slurm says of this process's job, such as RUNNING or COMPLETING; "" outside of Slurm, and without an answer."""
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return ""
     try:
         words = ["squeue", "--noheader", "--jobs", job, "--states", "all", "--format", "%T"]
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_S, check=True).stdout.split()
+        answer = subprocess.run(
+            words, env=_of_own_job(), capture_output=True, text=True, timeout=_ANSWER_S, check=True
+        ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return ""
-    return answer[0] if answer and answer[0] not in _GOES_ON else ""
+    return answer[0] if answer else ""
+
+
+def ending_state(environ: Mapping[str, str] = os.environ) -> str:
+    """The state of this process's job, such as COMPLETING, if Slurm has begun to end it: by scancel, a requeue, preemption or the limit
+    of time. Else "", also without an answer. A job that has lost a node, and may go on without it, runs."""
+    state = job_state(environ)
+    return "" if state in _GOES_ON else state
+
+
+def goes_on(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm says that this process's job runs, as it does within the GraceTime of a preemption."""
+    return job_state(environ) in _GOES_ON
+
+
+def _of_own_job() -> dict[str, str]:
+    """The environment for a command that asks about this job: settings for squeue or for other clusters would hide it."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_") and name != "SLURM_CLUSTERS"
+    }
 
 
 class Queue:
-    """The returns of a run to Slurm's queue. They are counted in the run's folder, for the supervisors of later jobs."""
+    """The returns of a run to Slurm's queue. They are counted in the run's folder, for the supervisors of later starts of the job.
 
-    def __init__(self, folder: Path, say: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> None:
+    `saved`: the step from which this job goes on, as far as it is known.
+    """
+
+    def __init__(
+        self, folder: Path, say: Callable[[str], None], environ: Mapping[str, str] = os.environ, *, saved: int = 0
+    ) -> None:
         self._path, self._say, self._job = folder / QUEUE, say, environ.get("SLURM_JOB_ID", "")
         self._fruitless = 0
-        if environ.get("SLURM_RESTART_COUNT", "0") != "0":  # a job that was submitted anew begins to count anew
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                self._fruitless = whole(read_object(self._path)["fruitless"])
+        self.best_step = saved
+        """the greatest step of earlier jobs"""
+        if environ.get("SLURM_RESTART_COUNT", "0") == "0":  # a job that was submitted anew begins to count anew
+            return
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            record = read_object(self._path)
+            fruitless, step = whole(record["fruitless"]), whole(record["step"])
+            if record["job"] == self._job:
+                # Between two returns that were asked for here, Slurm itself may have queued the job again, after new steps.
+                self._fruitless = fruitless if saved <= step else 0
+                self.best_step = max(saved, step)
 
-    def enter(self, *, has_new_step: bool) -> bool:
+    def enter(self, *, has_new_step: bool, step: int = 0, hint: str = "") -> bool:
         """Have Slurm queue this job again; whether it does. Slurm then ends the job, so nothing may follow.
 
-        `has_new_step`: whether this job did a step that no earlier job of the run had done.
+        `has_new_step`: whether this job did a step that no earlier job of the run had done. `step`: the greatest one that it did.
+        `hint`: said if the job is not queued again, because it is one of several in a row without a new step.
         """
         fruitless = 0 if has_new_step else self._fruitless + 1
+        record = {"job": self._job, "fruitless": fruitless, "step": max(step, self.best_step)}
         with contextlib.suppress(OSError):  # a full disk
-            replace(self._path, json.dumps({"job": self._job, "fruitless": fruitless}).encode() + b"\n")
+            replace(self._path, json.dumps(record).encode() + b"\n")
         if fruitless >= MAX_FRUITLESS:
-            self._say(
-                f"not queued again: {fruitless} jobs in a row did no new step. Is the job's --time longer than the lead of "
-                "--signal, and the start of the run?"
-            )
+            self._say(f"not queued again: {fruitless} jobs in a row did no new step{hint and '. '}{hint}")
             return False
         command = ("scontrol", "requeue", self._job)
         self._say(f"{' '.join(command)}: the job waits in the queue, and then goes on")
         try:
-            subprocess.run(command, timeout=60, check=True)
+            subprocess.run(command, env=_of_own_job(), timeout=60, check=True)
         except (OSError, subprocess.SubprocessError) as error:
             self._say(f"the job is not in the queue again: {error}")
             return False

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent
+from mpitrain.elastic.supervisor.batch import is_batch_job
 from mpitrain.elastic.supervisor.decisions import Policy
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import expand_names, of_environment
 from mpitrain.elastic.supervisor.job import launcher_kind
 from mpitrain.elastic.supervisor.limits import Limits
+from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.srun import in_job, parse_srun
 from mpitrain.elastic.supervisor.supervisor import Plan, Supervisor, say
 from mpitrain.elastic.supervisor.texts import public
-from mpitrain.elastic.supervisor.words import Command, Kind, agent_of, on_event_of, parse, run_folder
+from mpitrain.elastic.supervisor.words import Command, Kind, agent_of, on_event_of, parse, resume_of, run_folder
 
 _LIMITS = {
     "launch": "from mpirun's start to the start of rank 0; doubled after each launch that took longer",
@@ -33,14 +35,16 @@ _LIMITS = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
+def main(argv: Sequence[str], requests: Requests | None = None) -> int:
+    """Run the command; returns the exit code. `requests`: of a program that has taken the signals before its imports."""
     try:
         plan, folder = _plan(argv)
     except (ValueError, OSError) as error:
         say(f"error: {error}")
         return 2
-    return Supervisor(plan, folder).run()
+    requests = requests or Requests()
+    requests.in_batch_job = is_batch_job()
+    return Supervisor(plan, folder, requests).run()
 
 
 def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
@@ -55,16 +59,25 @@ def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
     least, most = _nodes(options.nodes)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PMIX_", "OMPI_COMM_", "PMI_"))}
     command = _command(words, launcher_kind(words[0], env))
-    most = command.most if most is None else most
+    most = min(filter(None, (command.most, most)), default=None)
     hosts = tuple(command.hosts or (of_environment(os.environ) if command.kind != "other" else ()))
     if hosts and len(hosts) < least:
         raise ValueError(f"--nodes {options.nodes}: expected at least {least} hosts, got {len(hosts)}")
+    if most is not None and most < least:
+        raise ValueError(
+            f"--nodes {options.nodes}: expected at most {most}, the number of srun's own --nodes, got {least}"
+        )
     if options.nodes and not hosts:
         raise ValueError(
             "--nodes: no hosts are known; name them by -H of mpirun, or start this in a job of Slurm or PBS"
         )
     if options.requeue and not os.environ.get("SLURM_JOB_ID"):
         raise ValueError("--requeue: expected a job of Slurm, but SLURM_JOB_ID is not set")
+    if options.requeue and (resume := resume_of(command.program)) != "auto":
+        raise ValueError(
+            f"--requeue: expected resume = auto, got {resume}, from which each job of the queue would start again; leave --requeue "
+            "out of the first job"
+        )
     agent = parse_agent(options.agent) if options.agent else choose_agent(agent_of(command, os.environ), os.environ)
     policy = Policy(options.max_relaunches, options.pause, options.max_pause)
     limits = Limits(**{f"{name}_s": getattr(options, f"{name}_timeout") for name in _LIMITS})
@@ -154,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--agent", metavar="WORDS", help="the command that reaches a host, such as 'ssh -p 2222'; {host} is replaced, or the host "
         "added (default: srun in Slurm, pbsdsh in PBS, else that of mpirun)")  # fmt: skip
     add("--requeue", action="store_true",
-        help="in Slurm: queue the job again after a stop by SIGUSR1, and when too few hosts answer")  # fmt: skip
+        help="in Slurm: queue the job again after a stop by SIGUSR1 or Slurm's SIGTERM, and when too few hosts answer")  # fmt: skip
     defaults = {field.name: getattr(Limits(), field.name) for field in fields(Limits)}
     for name, text in _LIMITS.items():
         add(

@@ -27,8 +27,8 @@ class Progress(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a launch ended. `step`: the last one that was seen. `stop`: who asked it to save and stop, or "batch" if
-    the batch system ends it. `problem`: why it failed.
+    """How a launch ended. `step`: the last one that was seen. `stop`: who asked it to save and stop; "batch": nobody did, but the batch
+    system ends the job. `problem`: why it failed.
 
     `is_reduced`: it had fewer hosts than the job may have, or had lost ranks.
     """

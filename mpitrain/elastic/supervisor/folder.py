@@ -18,6 +18,9 @@ from mpitrain.files import adding, making, read_beginning, read_object, write_al
 FAILURE = "failure.txt"
 _FIRST_FAILURE = ".failure"  # of ranks that do not know their folder yet; a link to the other one later
 _STOP = ".stop"
+STOP_VARIABLE, FAILURE_VARIABLE = "MPITRAIN_STOP_FILE", "MPITRAIN_FAILURE_FILE"
+VARIABLES = (*marks.VARIABLES, STOP_VARIABLE, FAILURE_VARIABLE)
+"""By which the ranks know their supervisor."""
 
 
 class RunFolder:
@@ -47,8 +50,8 @@ class RunFolder:
             marks.FOLDER_VARIABLE: str(self.path),
             marks.LEASE_VARIABLE: as_text(self._lease),
             marks.SUPERVISOR_VARIABLE: supervisor,
-            "MPITRAIN_STOP_FILE": str(self.path / _STOP),
-            "MPITRAIN_FAILURE_FILE": str(self.path / _FIRST_FAILURE),
+            STOP_VARIABLE: str(self.path / _STOP),
+            FAILURE_VARIABLE: str(self.path / _FIRST_FAILURE),
         }
 
     def ask_to_stop(self) -> None:

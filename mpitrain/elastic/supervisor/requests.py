@@ -1,18 +1,24 @@
 """The signals that a supervisor gets, as requests that its loop reads."""
 
+import os
 import signal
+from collections.abc import MutableMapping
 from types import FrameType
+
+ASKED_VARIABLE = "MPITRAIN_STOP_ASKED"
+"""Set by mpirun/elastic if SIGUSR1 came before this process was there."""
 
 
 class Requests:
     """SIGUSR1, and the first SIGINT, SIGTERM or SIGHUP: save and stop. A second one of the latter: end now. SIGUSR2 is passed on.
 
     In a batch job SIGTERM never means to end now: the batch system repeats it, and its SIGKILL follows when the time is over.
+    Made by the first statement of the program: until then a signal is lost, or ends it.
     """
 
-    def __init__(self, *, in_batch_job: bool = False) -> None:
-        self._in_batch_job = in_batch_job
-        self.stop = 0
+    def __init__(self, *, in_batch_job: bool = False, environ: MutableMapping[str, str] = os.environ) -> None:
+        self.in_batch_job = in_batch_job
+        self.stop = int(signal.SIGUSR1) if environ.pop(ASKED_VARIABLE, "") else 0
         """the first signal that asked to save and stop, or 0"""
         self.end = 0
         """the signal that asked to end now, or 0"""
@@ -30,7 +36,7 @@ class Requests:
     def _asked(self, signum: int, frame: FrameType | None) -> None:
         if not self.stop:
             self.stop = signum
-        elif signum != signal.SIGUSR1 and not (self._in_batch_job and signum == signal.SIGTERM):
+        elif signum != signal.SIGUSR1 and not (self.in_batch_job and signum == signal.SIGTERM):
             self.end = signum
 
     def _record(self, signum: int, frame: FrameType | None) -> None:

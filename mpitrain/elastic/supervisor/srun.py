@@ -7,20 +7,39 @@ replace.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+from mpitrain.elastic.supervisor.folder import VARIABLES
 from mpitrain.elastic.supervisor.hosts import Host
 from mpitrain.elastic.supervisor.words import Command
 
 _NO_VALUE = {
     *("preserve-env", "hold", "label", "multi-prog", "overcommit", "overlap", "pty", "quit-on-interrupt", "quiet", "reboot", "help"),
-    *("oversubscribe", "spread-job", "use-min-nodes", "unbuffered", "verbose", "disable-status", "contiguous", "no-allocate"),
-    *("usage", "exact", "resv-ports", "version", "interactive", "external-launcher"),
+    *("oversubscribe", "share", "spread-job", "use-min-nodes", "unbuffered", "verbose", "disable-status", "contiguous", "no-allocate"),
+    *("usage", "exact", "whole", "version", "interactive", "external-launcher", "external", "test-only", "stepmgr", "debugger-test"),
+    *("wait-for-children", "consolidate-segments", "spread-segments"),
     # a value only behind =
-    *("bcast", "compress", "immediate", "nice", "no-kill", "kill-on-bad-exit", "propagate", "send-libs", "exclusive"),
+    *("bcast", "compress", "immediate", "nice", "no-kill", "kill-on-bad-exit", "propagate", "send-libs", "exclusive", "x11"),
+    *("resv-ports", "oom-kill-step"),
+}  # fmt: skip
+_VALUE = {
+    *("accel-bind", "account", "acctg-freq", "bb", "bbf", "bcast-exclude", "begin", "chdir", "cluster-constraint", "clusters"),
+    *("comment", "constraint", "container", "container-id", "core-spec", "cores-per-socket", "cpu-bind", "cpu-freq"),
+    *("cpus-per-gpu", "cpus-per-task", "deadline", "delay-boot", "dependency", "distribution", "epilog", "error", "exclude"),
+    *("export", "extra", "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-node", "gpus-per-socket"),
+    *("gpus-per-task", "gres", "gres-flags", "het-group", "hint", "input", "job-name", "jobid", "licenses", "mail-type"),
+    *("mail-user", "max-exit-timeout", "mcs-label", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "mpi"),
+    *("mpi-combine", "msg-timeout", "network", "nodelist", "nodes", "ntasks", "ntasks-per-board", "ntasks-per-core"),
+    *("ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "open-mode", "output", "partition", "power", "prefer"),
+    *("priority", "profile", "prolog", "qos", "relative", "reservation", "segment", "signal", "slurmd-debug"),
+    *("sockets-per-node", "switches", "task-epilog", "task-prolog", "tasks-per-node", "thread-spec", "threads"),
+    *("threads-per-core", "time", "time-min", "tmp", "tres-bind", "tres-per-task", "treewidth", "uid", "wait", "wckey"),
 }  # fmt: skip
 _SHORT = {"n": "ntasks", "N": "nodes", "w": "nodelist", "x": "exclude", "r": "relative"}
+_SHORT_VALUE = "AbBcCdDeFGiJLmMnNopqrStTwWx"
 _PLAIN_FLAGS = "EHOQZXhlsuvV"
 _SHORT_FLAGS = _PLAIN_FLAGS + "IKk"  # these have a value only in the same word
+_ALIASES = {"tasks-per-node": "ntasks-per-node"}
 _OF_HOSTS = {*_SHORT.values(), "ntasks-per-node"}
 Expand = Callable[[str], list[str]]
 
@@ -58,17 +77,38 @@ def parse_srun(words: Sequence[str], allocation: Sequence[Host], expand: Expand)
 
 
 def in_job(command: Command) -> Command:
-    """The command within a job that runs for long: its ranks get all variables, and no ended step holds the cores of the next one."""
-    names = {word.lstrip("-").partition("=")[0] for word in command.options}
-    added = [f"--{name}" for name in ("export=ALL", "overlap") if name.partition("=")[0] not in names]
-    if names & {"exact", "exclusive"}:
-        added = [word for word in added if word != "--overlap"]
-    return command.with_options(*added)
+    """The command within a job that runs for long: its ranks get all variables, or those that the user has chosen and the supervisor's,
+    and no ended step holds the cores of the next one."""
+    return replace(command, given=_in_job(command.given), options=_in_job(command.options))
+
+
+def _in_job(words: Sequence[str]) -> tuple[str, ...]:
+    kept: list[str] = []
+    names: set[str] = set()
+    at = 0
+    for name, value, num, _ in _options(["srun", *words]):
+        here, at = words[at : at + num], at + num
+        if name == "export" and (exported := _exported(value)) != value:
+            here = [f"--export={exported}"]
+        kept += here
+        names.add(name)
+    added = [] if "export" in names else ["--export=ALL"]
+    if not names & {"overlap", "exact", "exclusive"}:
+        added.append("--overlap")
+    return (*added, *kept)
+
+
+def _exported(value: str) -> str:
+    """A value of `--export` that also names the supervisor's variables: without them it would hear nothing of its ranks."""
+    names = value.split(",")
+    if "ALL" in (name.upper() for name in names):
+        return value
+    return ",".join([*VARIABLES, *(name for name in names if name.upper() not in ("NONE", "NIL"))])
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str, int, Sequence[str]]]:
     """Each option in front of the program: its long name where it matters, its value, its number of words, and what of it is not about
-    hosts and numbers of ranks."""
+    hosts and numbers of ranks. ValueError if it is not known where the option ends."""
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
         word, following, flags = words[at], words[at + 1] if at + 1 < len(words) else "", ""
@@ -77,16 +117,41 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str, int, Sequence[str
             return
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            num = 1 if equals or name in _NO_VALUE else 2
+            name = _full(name)
+            takes_next = not equals and _takes_next(word, name in _VALUE, name in _NO_VALUE, following)
         else:
             last = word[1:].lstrip(_PLAIN_FLAGS)  # -uln4: flags, and at last an option with a value
             flags = word.removesuffix(last)[1:]
             letter, value = last[:1], last[1:].removeprefix("=")
-            num = 2 if letter and letter not in _SHORT_FLAGS and not value else 1
+            is_flag = not letter or letter in _SHORT_FLAGS
+            takes_next = not value and _takes_next(word, letter in _SHORT_VALUE and not is_flag, is_flag, following)
             name = _SHORT.get(letter, letter)
+        num = 2 if takes_next else 1
         kept = words[at : at + num] if name not in _OF_HOSTS else [f"-{flags}"] if flags else []
         yield name, following if num == 2 else value, num, kept
         at += num
+
+
+def _takes_next(word: str, has_value: bool, is_flag: bool, following: str) -> bool:
+    """Whether the next word is the value of an option."""
+    if has_value or is_flag:
+        return has_value
+    if following.startswith("-"):
+        return False  # no value begins so
+    raise ValueError(
+        f"srun {word}: it is not known whether {following or 'a next word'} is its value; expected --option=value, or, if it has no "
+        "value, a further option behind it"
+    )
+
+
+def _full(name: str) -> str:
+    """The full name of an option of srun, which takes the begin of a name for it. One of a plugin of the site stays as it is."""
+    known = _VALUE | _NO_VALUE
+    found = [name] if name in known else sorted(one for one in known if one.startswith(name))
+    if len(found) > 1:
+        raise ValueError(f"srun --{name}: expected the whole name of an option, got the begin of {', '.join(found)}")
+    full = found[0] if found else name
+    return _ALIASES.get(full, full)
 
 
 def _hosts(said: dict[str, str], hosts: list[Host], expand: Expand) -> list[Host]:

@@ -14,7 +14,7 @@ from typing import Any
 from mpitrain.elastic.copies.remote import script
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE, VARIABLES
 from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, count, probe, sweep
-from mpitrain.elastic.supervisor.batch import Queue, ending_state, is_batch_job
+from mpitrain.elastic.supervisor.batch import Queue, ending_state, goes_on
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
@@ -31,6 +31,8 @@ from mpitrain.monitor.record.events import write_event
 
 _LOOK_S = 0.1
 _HOSTS_S = 5.0  # between two looks for hosts, without which no launch is possible
+_LIMIT_HINT = "Is the job's --time longer than the lead of --signal, and the start of the run?"
+_HOSTS_HINT = "Does --nodes ask for more hosts than answer?"
 _REPORTED_END_S = 1.0
 """For mpirun's end after a report: it may wait for a host that does not answer."""
 _MAX_MARKED = 32
@@ -60,13 +62,13 @@ class Plan:
 
 
 class Supervisor:
-    """Starts the job of a plan until its run has come to an end. The signals are taken as soon as it is made."""
+    """Starts the job of a plan until its run has come to an end, or the signals in `requests` ask for one."""
 
-    def __init__(self, plan: Plan, folder: RunFolder) -> None:
+    def __init__(self, plan: Plan, folder: RunFolder, requests: Requests) -> None:
         self.plan, self.folder = plan, folder
         self.id = uuid.uuid4().hex
-        self._requests = Requests(in_batch_job=is_batch_job())
-        self._queue = Queue(folder.path, say)
+        self._requests = requests
+        self._queue = Queue(folder.path, say, saved=folder.newest_step())
         self._progress = Progress()
         self._live: list[str] = [host.name for host in plan.hosts]
         self._lost: list[str] = []
@@ -78,6 +80,7 @@ class Supervisor:
         self._back: list[str] = []
         self._is_probed = False
         self._is_stopped_early = False  # before the first step of the launch
+        self._reached = 0  # the greatest step, but for that of a launch that was stopped early
         self._segments: set[Segment] = set()
         self._sessions = Sessions()
         self._indices: dict[str, int] = {}
@@ -100,13 +103,16 @@ class Supervisor:
                 following = decide(self.plan.policy, self._progress, outcome)
                 self._report(outcome, following)
                 self._progress, self._reason = following.progress, following.text
+                # A run that is asked to stop before its first step may do that one: as many jobs as it has steps would be no help.
+                if not self._is_stopped_early:
+                    self._reached = self._progress.best_step
                 if outcome.does_not_fit(self._progress) and self._has_fewer():
                     self._least = len(self._chosen) + 1
                 if following.action == "end":
                     return self._leave(following, outcome)
                 self._pause(following.pause_s)
-            if self._requests.stop == signal.SIGUSR1 and not self._requests.end:
-                self._requeue()  # the limit of time came in a pause
+            if not self._requests.end and self._is_stopped_by_slurm():
+                self._requeue(_LIMIT_HINT)  # in a pause
             return 128 + (self._requests.end or self._requests.stop)
         finally:
             self._clean()
@@ -193,7 +199,7 @@ class Supervisor:
                     )
             if self._requests.stop and stop != "user":
                 stop, self._is_stopped_early = "user", not watch.trains
-                again = "Ctrl-C" if is_batch_job() else "Ctrl-C or SIGTERM"
+                again = "Ctrl-C" if self._requests.in_batch_job else "Ctrl-C or SIGTERM"
                 say(f"stopping: the ranks save a checkpoint and end (a second {again} ends them now, without one)")
             if stop and not told:
                 self.folder.ask_to_stop()
@@ -342,15 +348,28 @@ class Supervisor:
 
     def _leave(self, following: Next, outcome: Outcome) -> int:
         stopped = outcome.done is not None and outcome.done.reason == "stopped"
-        ahead_of_limit = stopped and self._requests.stop == signal.SIGUSR1
+        by_slurm = stopped and self.plan.requeue and self._is_stopped_by_slurm()
         lacks_hosts = following.code != 0 and not self._requests.stop and not self._enough()
         if outcome.done is not None and outcome.done.reason in ("finished", "stopped"):
             self._remove_copies()
-        if (ahead_of_limit or lacks_hosts) and not self._requeue() and self.plan.requeue:
+        if (
+            (by_slurm or lacks_hosts)
+            and not self._requeue(_HOSTS_HINT if lacks_hosts else _LIMIT_HINT)
+            and self.plan.requeue
+        ):
             return following.code or 1
         if following.code and self._requests.stop not in (0, signal.SIGUSR1):
             return 128 + self._requests.stop
         return following.code
+
+    def _is_stopped_by_slurm(self) -> bool:
+        """Whether the run was asked to stop ahead of the limit of time, or at the begin of the GraceTime of a preemption.
+
+        Slurm sends SIGTERM at that begin, to the ranks alone. At the end of the GraceTime it queues the job again, but not if the job
+        has ended well before.
+        """
+        stop = self._requests.stop
+        return stop == signal.SIGUSR1 or (stop in (0, signal.SIGTERM) and goes_on())
 
     def _remove_copies(self) -> None:
         """The run has ended with a checkpoint: remove the copies of its state that are left on hosts that answered last."""
@@ -364,17 +383,16 @@ class Supervisor:
         problem = f"{self._too_few()} within {self.plan.limits.hosts_s:g} s"
         self._event("failure", problem=problem)
         say(f"{problem}; giving up")
-        self._requeue()
+        self._requeue(_HOSTS_HINT)
         return 1
 
-    def _requeue(self) -> bool:
+    def _requeue(self, hint: str) -> bool:
         """Have Slurm queue this job again, if that was asked for; whether it does. Slurm then ends it, so nothing may follow."""
         if not self.plan.requeue:
             return False
         self._clean()
-        # A run that is asked to stop before its first step may do that one: as many jobs as it has steps would be no help.
-        has_new_step = self._progress.best_step > self.folder.newest_step() and not self._is_stopped_early
-        return self._queue.enter(has_new_step=has_new_step)
+        has_new_step = self._reached > self._queue.best_step
+        return self._queue.enter(has_new_step=has_new_step, step=self._progress.best_step, hint=hint)
 
 
 def say(line: str, text: str = "") -> None:

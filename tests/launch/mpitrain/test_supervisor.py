@@ -286,6 +286,69 @@ def test_a_limit_of_time_that_comes_in_a_pause_queues_the_job_again(tmp_path: Pa
     assert "scontrol requeue 17: the job waits in the queue" in result.stderr.splitlines()[-1], str(result)
 
 
+@pytest.mark.parametrize(
+    ("state", "send", "is_queued"),
+    [
+        ("RUNNING", 0, True),  # the ranks alone got the SIGTERM of a GraceTime
+        ("RUNNING", signal.SIGTERM, True),
+        ("RUNNING", signal.SIGINT, False),
+        ("COMPLETING", 0, False),  # scancel
+        ("", 0, False),
+    ],
+)
+def test_a_job_that_saves_at_the_begin_of_a_preemption_is_queued_again(
+    tmp_path: Path, state: str, send: int, is_queued: bool
+) -> None:
+    for name, line in (("scontrol", f'echo "$@" > {tmp_path}/asked'), ("squeue", f"echo {state}")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    script = "print('starts', flush=True)\n" + PROGRAM
+    script += f"while {bool(send)} and not stop_asked(): time.sleep(0.02)\nrun.done('stopped', 7)"
+    env = {"SLURM_JOB_ID": "17", "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "mpitrain", "elastic", "--requeue", "--run", str(tmp_path / "run"), "--"]
+    signals = {"when": "starts", "send": send} if send else {}
+    result = run([*words, sys.executable, "-c", script, "--run", str(tmp_path / "run")], env=env, **signals)  # type: ignore[arg-type]
+    assert result.returncode == 0, str(result)
+    assert (tmp_path / "asked").exists() == is_queued, str(result)
+    if is_queued:
+        record = json.loads((tmp_path / "run/.requeue").read_text())
+        assert record == {"job": "17", "fruitless": int(send != 0), "step": 7}, (
+            "a stop before the first step may do one"
+        )
+
+
+def test_a_request_to_stop_from_before_the_first_launch_starts_nothing(tmp_path: Path) -> None:
+    """mpirun/elastic tells of a signal that came earlier; another one comes while the supervisor asks mpirun for its version."""
+    for name, line in (("scontrol", f'echo "$@" >> {tmp_path}/asked'), ("mpirun", "kill -s USR1 $PPID")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_JOB_ID": "17", "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "mpitrain", "elastic", "--requeue", "--run", str(tmp_path / "run"), "--"]
+    for launcher, earlier in (("mpirun", {}), ("true", {"MPITRAIN_STOP_ASKED": "1"})):
+        result = run([*words, launcher, "python"], env=env | earlier)
+        assert result.returncode == 128 + signal.SIGUSR1, str(result)
+        assert "launch 1" not in result.stderr and "scontrol requeue 17" in result.stderr, str(result)
+    assert (tmp_path / "asked").read_text() == "requeue 17\n" * 2
+
+
+def test_steps_before_a_relaunch_that_slurm_stops_early_count(tmp_path: Path) -> None:
+    queue, folder = tmp_path / "scontrol", tmp_path / "run"
+    queue.write_text("#!/bin/sh\n")
+    queue.chmod(0o755)
+    folder.mkdir()
+    (folder / ".requeue").write_text(json.dumps({"job": "17", "fruitless": 1, "step": 100}))
+    script = PROGRAM + (
+        "if launch_number() == 1: run.alive('training', 100); run.alive('training', 1100); time.sleep(0.5); sys.exit(3)\n"
+        "while not stop_asked(): time.sleep(0.02)\n"
+        "run.done('stopped', 1101)"
+    )
+    words = [sys.executable, "-m", "mpitrain", "elastic", "--requeue", "--run", str(folder), "--", sys.executable, "-c"]
+    env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = run([*words, script, "--run", str(folder)], env=env | {"PYTHONPATH": str(ROOT)}, when="launch 2")
+    assert result.returncode == 0, str(result)
+    assert json.loads((folder / ".requeue").read_text()) == {"job": "17", "fruitless": 0, "step": 1101}, str(result)
+
+
 def test_a_job_that_slurm_stops_before_its_first_step_is_not_queued_for_ever(tmp_path: Path) -> None:
     """A run does the step in progress, so each job would come one step further."""
     queue, folder = tmp_path / "scontrol", tmp_path / "run"

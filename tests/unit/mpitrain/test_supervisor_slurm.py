@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mpitrain.elastic.marks import Done
-from mpitrain.elastic.supervisor import batch, decisions
+from mpitrain.elastic.supervisor import batch, command, decisions
 from mpitrain.elastic.supervisor.decisions import Outcome, Policy, Progress
+from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host
 from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.srun import in_job, parse_srun
@@ -35,6 +36,10 @@ def expand(text: str) -> list[str]:
         ("--exclude n[1-2] -K1 -J name", "n3:2", None, None, "-K1 -J name"),
         ("-x n1 -r 1 --kill-on-bad-exit -t 5", "n2:4 n3:2", None, None, "--kill-on-bad-exit -t 5"),
         ("-Jn4 -o out -k --overlap --", "n1:4 n2:4 n3:2", None, None, "-Jn4 -o out -k --overlap --"),
+        ("--whole -n 8 --test-only --x11", "n1:4 n2:4 n3:2", 8, None, "--whole --test-only --x11"),
+        ("--nodel n2 --tasks-p 2 -n 8 --overc", "n2:2", 8, None, "--overc"),  # srun takes the begin of a name
+        ("--image=a --no-mount -n 8", "n1:4 n2:4 n3:2", 8, None, "--image=a --no-mount"),  # of a plugin
+        ("-n 8 --no-mount --", "n1:4 n2:4 n3:2", 8, None, "--no-mount --"),
     ],
 )
 def test_a_command_of_srun(options: str, hosts: str, ranks: int | None, most: int | None, kept: str) -> None:
@@ -56,6 +61,22 @@ def test_a_command_of_srun_on_other_hosts() -> None:
     assert in_job(asked).words() == asked.words()
 
 
+@pytest.mark.parametrize("form", ["--export={}", "--export {}", "--expor={}"])
+@pytest.mark.parametrize(
+    ("value", "kept"), [("NONE", ""), ("nil", ""), ("A=1", ",A=1"), ("A=1,PATH", ",A=1,PATH"), ("ALLOW=1", ",ALLOW=1")]
+)
+def test_ranks_have_the_variables_of_the_supervisor_whatever_the_user_exports(
+    tmp_path: Path, form: str, value: str, kept: str
+) -> None:
+    variables = RunFolder(tmp_path).prepare("me")
+    asked = parse_srun(["srun", "--comment", "export", *form.format(value).split(), "-n2", *TRAIN], ALL, expand)
+    command = in_job(asked)
+    export = f"--export={','.join(variables)}{kept}"
+    assert sorted(variables) == sorted(export.removesuffix(kept).partition("=")[2].split(","))
+    assert command.words() == ["srun", "--overlap", "--comment", "export", export, "-n2", *TRAIN]
+    assert command.on(ALL[:1], 2).words()[4:] == ["--overlap", "--comment", "export", export, *TRAIN]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -64,6 +85,10 @@ def test_a_command_of_srun_on_other_hosts() -> None:
         ("-w n9", "--nodelist: n9 is not among the hosts"),
         ("-x n1,n2,n3", "expected at least one host"),
         ("--mpi=pmix python : srun", "several parts"),
+        ("--ntask 8", "srun --ntask: expected the whole name of an option, got the begin of ntasks, ntasks-per-board"),
+        ("--frobnicate", "srun --frobnicate: it is not known whether python is its value; expected --option=value"),
+        ("-n2 -y", "srun -y: it is not known whether python is its value"),
+        ("--node 2", "srun --node: expected the whole name of an option, got the begin of nodelist, nodes"),
     ],
 )
 def test_wrong_words_of_srun(options: str, message: str) -> None:
@@ -76,12 +101,16 @@ def test_wrong_words_of_srun(options: str, message: str) -> None:
 def test_the_end_of_a_job_by_slurm_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     squeue = tmp_path / "squeue"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("SQUEUE_PARTITION", "SQUEUE_USERS", "SLURM_CLUSTERS"):
+        monkeypatch.setenv(name, "other")  # they would hide the job
     for said, state in (("RUNNING", ""), ("COMPLETING", "COMPLETING"), ("PREEMPTED", "PREEMPTED"), ("", "")):
-        squeue.write_text(f"#!/bin/sh\n[ $3 = 7 ] && echo {said}\n")
+        squeue.write_text(f"#!/bin/sh\n! env | grep -q =other && [ $3 = 7 ] && echo {said}\n")
         squeue.chmod(0o755)
         assert batch.ending_state({"SLURM_JOB_ID": "7"}) == state
+        assert batch.goes_on({"SLURM_JOB_ID": "7"}) == (said == "RUNNING")
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert batch.ending_state({"SLURM_JOB_ID": "7"}) == batch.ending_state({}) == ""
+    assert not batch.goes_on({"SLURM_JOB_ID": "7"}), "a job that may be cancelled is not queued again"
     outcome = Outcome(None, 12, "batch", "Slurm ends this job (COMPLETING)")
     following = decisions.decide(Policy(), Progress(), outcome)
     assert (following.action, following.code, following.progress.failures) == ("end", 1, 0)
@@ -97,9 +126,10 @@ def test_a_run_without_new_steps_is_not_queued_for_ever(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     said: list[str] = []
 
-    def job(restarts: int, *, has_new_step: bool) -> bool:
-        environ = {"SLURM_JOB_ID": "7"} | ({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})
-        return batch.Queue(tmp_path, said.append, environ).enter(has_new_step=has_new_step)
+    def job(restarts: int, *, has_new_step: bool, number: str = "7", saved: int = 0, step: int = 0) -> bool:
+        environ = {"SLURM_JOB_ID": number} | ({"SLURM_RESTART_COUNT": str(restarts)} if restarts else {})
+        queue = batch.Queue(tmp_path, said.append, environ, saved=saved)
+        return queue.enter(has_new_step=has_new_step or step > queue.best_step, step=step, hint="Why?")
 
     for restarts, has_new_step, is_queued in (
         *((0, False, True), (1, True, True), (2, False, True), (3, False, False)),
@@ -107,7 +137,15 @@ def test_a_run_without_new_steps_is_not_queued_for_ever(tmp_path: Path, monkeypa
     ):
         assert job(restarts, has_new_step=has_new_step) == is_queued, (restarts, said)
     assert asked.read_text().split("\n")[:-1] == ["requeue 7"] * 4
-    assert said[-1].startswith("not queued again: 2 jobs in a row did no new step")
+    assert said[-1] == "not queued again: 2 jobs in a row did no new step. Why?"
+    assert job(1, has_new_step=False, number="8"), "the count of job 7 is not job 8's"
+    assert not job(2, has_new_step=False, number="8")
+    # Between the two, Slurm itself queued the job again, after new steps.
+    assert job(0, has_new_step=False) and job(2, has_new_step=False, saved=1000)
+    assert not job(3, has_new_step=False, saved=1000)
+    # Each job comes to the same step, and ends before its first checkpoint.
+    assert job(0, has_new_step=False, step=50) and job(1, has_new_step=False, step=50)
+    assert not job(2, has_new_step=False, step=50)
     (tmp_path / batch.QUEUE).write_text(json.dumps({"fruitless": "many"}))  # damaged
     assert job(1, has_new_step=False)
 
@@ -117,10 +155,49 @@ def test_a_batch_system_may_repeat_its_signal(in_batch_job: bool, again: int, en
     signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {signum: signal.getsignal(signum) for signum in signals}
     try:
-        requests = Requests(in_batch_job=in_batch_job)
+        requests = Requests(in_batch_job=in_batch_job, environ={})
         for signum in (signal.SIGTERM, again):
             os.kill(os.getpid(), signum)
         assert (requests.stop, requests.end) == (signal.SIGTERM, ends)
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_batch"),
+    [
+        ("SLURM_JOB_ID=7 SLURMD_NODENAME=n1", True),
+        (
+            "SLURM_JOB_ID=7 SLURMD_NODENAME=n1 SLURM_PTY_PORT=3 ENVIRONMENT=BATCH",
+            True,
+        ),  # submitted in an interactive one
+        ("SLURM_JOB_ID=7 SLURMD_NODENAME=n1 SLURM_PTY_PORT=3", False),
+        ("SLURM_JOB_ID=7", False),  # a shell of salloc on a login node
+        ("PBS_JOBID=7 PBS_ENVIRONMENT=PBS_BATCH", True),
+        ("PBS_JOBID=7 PBS_ENVIRONMENT=PBS_INTERACTIVE", False),
+        ("", False),
+    ],
+)
+def test_batch_jobs_are_those_without_a_user(environ: str, is_batch: bool) -> None:
+    assert batch.is_batch_job(dict(word.split("=") for word in environ.split())) == is_batch
+
+
+def test_the_smaller_of_both_numbers_of_nodes_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, line in (("scontrol", "echo n1 n2 n3 n4"), ("srun", "exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
+    program = ("python", "-m", "mpitrain", "--run", str(tmp_path / "run"))
+    for nodes, given, most in (("2:4", ["-N2"], 2), ("1:2", ["--nodes=3"], 2), ("2:4", [], 4), ("", ["-N", "1-3"], 3)):
+        words = [f"--nodes={nodes}", "--", "srun", *given, "-n8", *program]
+        assert command._plan(words)[0].most == most, words
+    assert command.main(["--nodes=2:4", "--", "srun", "-N1", *program]) == 2
+    assert "--nodes 2:4: expected at most 1, the number of srun's own --nodes, got 2" in capsys.readouterr().err
+    for resume in ("never", "runs/other/checkpoints/step-00000010"):
+        assert command.main(["--requeue", "--", "srun", *program, "--resume", resume]) == 2
+        assert f"--requeue: expected resume = auto, got {resume}, from which each job" in capsys.readouterr().err
