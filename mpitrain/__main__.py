@@ -9,7 +9,7 @@ from typing import NoReturn
 if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
     from mpitrain.elastic.supervisor.requests import Requests
 
-    requests = Requests()  # first: a request to stop that comes during the imports, or while mpirun and Slurm are asked, counts
+    requests = Requests()  # first: a request that comes during the imports, or while mpirun and Slurm are asked, counts
     from mpitrain.elastic.supervisor.command import main as elastic
 
     raise SystemExit(elastic(sys.argv[2:], requests))
