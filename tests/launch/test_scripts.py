@@ -259,6 +259,30 @@ def test_elastic_tells_the_supervisor_of_a_signal_that_came_earlier(checkout: Pa
         assert (result.returncode, result.stdout) == (0, f"sets up\n{said}\n"), str(result)
 
 
+@pytest.mark.skipif(not is_open_mpi(), reason="srun --mpi=pmix starts the ranks of Open MPI")
+@pytest.mark.parametrize("early", [False, True])
+def test_a_batch_script_starts_the_ranks_by_srun_unless_it_is_asked_to_stop_before(checkout: Path, early: bool) -> None:
+    (srun := checkout / "srun").write_text(
+        f"""#!/bin/sh
+        [ "$*" = --mpi=list ] || exec echo "ranks: $SRUN_CPUS_PER_TASK $*"
+        set -- $(cat /proc/$$/stat)
+        {"kill -s USR1 $5" if early else ""} # the process that leads the group: the script
+        echo pmix
+        """
+    )
+    srun.chmod(0o755)
+    env = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_CPUS_PER_TASK": "3",
+        "PATH": f"{checkout}:{os.environ['PATH']}",
+    }
+    result = run(["bash", ROOT / "examples/slurm/train.sbatch", "--run", "a"], cwd=checkout, env=env)
+    words = f"ranks: 3 --mpi=pmix --export=ALL sh -c trap '' USR1 USR2; exec \"$@\" sh {checkout}/.venv/bin/python -P -m mpitrain"
+    assert (result.returncode, result.stdout) == (0, "" if early else f"{words} --run a\n"), str(result)
+    assert (result.stderr == "stopped before the start, as asked\n") == early, str(result)
+
+
 def test_test_refuses_an_unknown_part(checkout: Path) -> None:
     result = run([checkout / "mpirun/test", "units"], cwd=checkout)
     assert result.returncode == 1, str(result)

@@ -14,7 +14,7 @@ QUEUE = ".requeue"
 MAX_FRUITLESS = 2
 """So many jobs in a row may do no new step. More would not help: what has kept them from one will keep the next ones."""
 _ANSWER_S = 10.0
-_GOES_ON = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "CONFIGURING")
+GOES_ON = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "CONFIGURING")
 
 
 def is_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
@@ -45,12 +45,7 @@ def ending_state(environ: Mapping[str, str] = os.environ) -> str:
     """The state of this process's job, such as COMPLETING, if Slurm has begun to end it: by scancel, a requeue, preemption or the limit
     of time. Else "", also without an answer. A job that has lost a node, and may go on without it, runs."""
     state = job_state(environ)
-    return "" if state in _GOES_ON else state
-
-
-def goes_on(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether Slurm says that this process's job runs, as it does within the GraceTime of a preemption."""
-    return job_state(environ) in _GOES_ON
+    return "" if state in GOES_ON else state
 
 
 def _of_own_job() -> dict[str, str]:

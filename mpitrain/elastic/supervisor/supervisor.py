@@ -14,7 +14,7 @@ from typing import Any
 from mpitrain.elastic.copies.remote import script
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE, VARIABLES
 from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, count, probe, sweep
-from mpitrain.elastic.supervisor.batch import Queue, ending_state, goes_on
+from mpitrain.elastic.supervisor.batch import GOES_ON, Queue, ending_state, job_state
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
@@ -111,7 +111,7 @@ class Supervisor:
                 if following.action == "end":
                     return self._leave(following, outcome)
                 self._pause(following.pause_s)
-            if not self._requests.end and self._is_stopped_by_slurm():
+            if self.plan.requeue and not self._requests.end and self._is_stopped_by_slurm():
                 self._requeue(_LIMIT_HINT)  # in a pause
             return 128 + (self._requests.end or self._requests.stop)
         finally:
@@ -352,11 +352,8 @@ class Supervisor:
         lacks_hosts = following.code != 0 and not self._requests.stop and not self._enough()
         if outcome.done is not None and outcome.done.reason in ("finished", "stopped"):
             self._remove_copies()
-        if (
-            (by_slurm or lacks_hosts)
-            and not self._requeue(_HOSTS_HINT if lacks_hosts else _LIMIT_HINT)
-            and self.plan.requeue
-        ):
+        hint = _HOSTS_HINT if lacks_hosts else _LIMIT_HINT
+        if (by_slurm or lacks_hosts) and self.plan.requeue and not self._requeue(hint):
             return following.code or 1
         if following.code and self._requests.stop not in (0, signal.SIGUSR1):
             return 128 + self._requests.stop
@@ -368,8 +365,11 @@ class Supervisor:
         Slurm sends SIGTERM at that begin, to the ranks alone. At the end of the GraceTime it queues the job again, but not if the job
         has ended well before.
         """
-        stop = self._requests.stop
-        return stop == signal.SIGUSR1 or (stop in (0, signal.SIGTERM) and goes_on())
+        if self._requests.stop not in (0, signal.SIGTERM):
+            return self._requests.stop == signal.SIGUSR1
+        if not (state := job_state()):
+            say("Slurm does not tell the state of this job, which it may be ending: not queued again")
+        return state in GOES_ON
 
     def _remove_copies(self) -> None:
         """The run has ended with a checkpoint: remove the copies of its state that are left on hosts that answered last."""

@@ -32,16 +32,17 @@ def on_slurm(event: str, folder: Path, run_folder: Path, script: Path, *argument
     return cluster(*options, "--", sys.executable, *map(str, words), env=env, timeout_s=timeout_s)
 
 
-def test_a_job_that_is_cancelled_saves_the_step_in_progress(tmp_path: Path, corpus: Path) -> None:
+@pytest.mark.parametrize("script", extent(["elastic"], ["elastic", "train"]))
+def test_a_job_that_is_cancelled_saves_the_step_in_progress(tmp_path: Path, corpus: Path, script: str) -> None:
     folder = tmp_path / "run"
     program = command(folder, corpus, "--train.steps", "100000", "--checkpoint.every", "0")
-    result = on_slurm("scancel", tmp_path, folder, ROOT / "examples/slurm/train.sbatch", *program[2:], timeout_s=60)
+    result = on_slurm("scancel", tmp_path, folder, ROOT / f"examples/slurm/{script}.sbatch", *program[2:], timeout_s=60)
     assert result.returncode == 0, str(result)
     steps = [line.split("/")[0] for line in result.stdout.splitlines() if line.startswith("step ")]
     assert "2 ranks on 2 nodes" in result.stdout, str(result)
     assert f"stopped after {steps[-1]} as asked" in result.stdout, str(result)
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == [f"step-{int(steps[-1][5:]):08d}"]
-    assert "munge" not in result.stdout, str(result)
+    assert "munge" not in result.stdout and "scontrol requeue" not in result.stdout, str(result)
 
 
 @pytest.mark.skipif(not extent(False, True), reason="in a full run: it takes half a minute")

@@ -310,6 +310,7 @@ def test_a_job_that_saves_at_the_begin_of_a_preemption_is_queued_again(
     result = run([*words, sys.executable, "-c", script, "--run", str(tmp_path / "run")], env=env, **signals)  # type: ignore[arg-type]
     assert result.returncode == 0, str(result)
     assert (tmp_path / "asked").exists() == is_queued, str(result)
+    assert ("Slurm does not tell the state of this job" in result.stderr) == (not state), str(result)
     if is_queued:
         record = json.loads((tmp_path / "run/.requeue").read_text())
         assert record == {"job": "17", "fruitless": int(send != 0), "step": 7}, (

@@ -107,10 +107,9 @@ def test_the_end_of_a_job_by_slurm_is_no_failure(tmp_path: Path, monkeypatch: py
         squeue.write_text(f"#!/bin/sh\n! env | grep -q =other && [ $3 = 7 ] && echo {said}\n")
         squeue.chmod(0o755)
         assert batch.ending_state({"SLURM_JOB_ID": "7"}) == state
-        assert batch.goes_on({"SLURM_JOB_ID": "7"}) == (said == "RUNNING")
+        assert batch.job_state({"SLURM_JOB_ID": "7"}) == said
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert batch.ending_state({"SLURM_JOB_ID": "7"}) == batch.ending_state({}) == ""
-    assert not batch.goes_on({"SLURM_JOB_ID": "7"}), "a job that may be cancelled is not queued again"
     outcome = Outcome(None, 12, "batch", "Slurm ends this job (COMPLETING)")
     following = decisions.decide(Policy(), Progress(), outcome)
     assert (following.action, following.code, following.progress.failures) == ("end", 1, 0)
