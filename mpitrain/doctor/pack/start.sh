@@ -29,7 +29,7 @@ here() { printf '%s on %s' "$parent" "$(uname -n)"; }
 
 check_tools() {
     local tool
-    for tool in awk cut dd df flock head mkdir mktemp mv readlink rm sed setsid sha256sum stat tail tar tee uname xargs; do
+    for tool in awk cut dd df env flock head mkdir mktemp mv readlink rm sed setsid sha256sum stat tail tar tee uname xargs; do
         command -v "$tool" >/dev/null || die "$tool is missing on $(uname -n 2>/dev/null): a pack needs it"
     done
 }
@@ -129,7 +129,7 @@ unpack() { # $1: with_remover
         sha256sum | cut -d ' ' -f 1) || true
     [ ! -s "$new/.read" ] || die "$pack: $(head -n 1 "$new/.read")"
     [ "$sum" = "$checksum" ] || die "$pack is damaged: its SHA-256 is $sum, expected $checksum; copy it again, or pack again"
-    [ -e "$new/.whole" ] || die "$pack cannot be unpacked to $(here): $(head -n 1 "$new/.said")"
+    [ -e "$new/.whole" ] || die "$pack cannot be unpacked to $(here): $(head -n 1 "$new/.said" 2>/dev/null)"
     rm -f "$new/.said" "$new/.read" "$new/.whole"
     # Python finds its library by this file
     [ ! -f "$new/env/pyvenv.cfg" ] || [ ! -d "$new/python" ] || sed -i "s|^home = .*|home = $folder/python/bin|" "$new/env/pyvenv.cfg"
@@ -153,7 +153,8 @@ remove_if_free() {
 start_remover() { # $1: the folder, perhaps under its first name
     exec 7>>"$1/.remover"
     if flock -n 7; then
-        setsid bash "$pack" .remove-at-end "$parent" </dev/null >/dev/null 2>&1 8<&- 9<&- &
+        # without variables: those of a supervised launch would have it ended with what the ranks leave
+        env -i PATH="$PATH" setsid bash "$pack" .remove-at-end "$parent" </dev/null >/dev/null 2>&1 8<&- 9<&- &
     fi
     exec 7>&-
 }

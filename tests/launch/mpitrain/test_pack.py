@@ -203,7 +203,8 @@ def read(path: Path) -> bytes:
     return b""
 
 
-def test_a_remover_that_was_killed_is_replaced(pack: Path) -> None:
+def test_a_remover_that_was_killed_is_replaced(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPITRAIN_SUPERVISOR", "abc")  # by which the supervisor ends what a launch has left
     held = [subprocess.Popen(["bash", pack, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
     for process in held:
         assert process.stdin and process.stdout
@@ -212,6 +213,7 @@ def test_a_remover_that_was_killed_is_replaced(pack: Path) -> None:
         assert process.stdout.readline() == b"started\n"
     (folder,) = inside()
     (remover,) = removers(folder)
+    assert b"MPITRAIN_" not in Path(f"/proc/{remover}/environ").read_bytes()
     os.kill(remover, signal.SIGKILL)
     for process in held[1:]:
         process.communicate()
