@@ -3,13 +3,11 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import venv
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ import pytest
 from mpitrain import cli
 from mpitrain.bench import calls  # noqa: F401  # as long as this environment is the one of Python's path
 from mpitrain.doctor.pack import command, contents  # noqa: F401
-from mpitrain.doctor.pack.archive import HEADER_BYTES
+from tests.helpers.packs import inside, say, wait_until_removed
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 IMPORTS = "import thing, added, mine, first; print(thing.__file__, added.__file__, mine.__file__, first.__file__)"
@@ -77,29 +75,6 @@ def pack(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return packed
 
 
-def start(pack: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(["bash", pack, *words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def say(pack: Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, output and errors."""
-    process = start(pack, *words)
-    output, errors = process.communicate(timeout=30)
-    return process.returncode, output, errors
-
-
-def inside() -> list[Path]:
-    """What lies in the node's memory."""
-    return list(Path(os.environ["MPITRAIN_PACK_DIR"], f"mpitrain-pack-{os.getuid()}").iterdir())
-
-
-def wait_until_removed() -> None:
-    end = time.monotonic() + 10
-    while inside():
-        assert time.monotonic() < end, inside()
-        time.sleep(0.05)
-
-
 def test_ranks_run_from_the_nodes_memory_alone(pack: Path, environment: Path) -> None:
     environment.rename(environment.with_name("gone"))
     try:
@@ -150,174 +125,6 @@ def test_the_first_of_many_unpacks_and_the_last_removes(pack: Path) -> None:
     held[0].communicate()
     assert held[0].returncode == 0
     wait_until_removed()
-
-
-def test_what_was_interrupted_is_no_environment(pack: Path) -> None:
-    assert say(pack, "unpack")[0] == 0
-    (folder,) = inside()
-    folder.rename(folder.with_name(".new.abcdef"))
-    assert say(pack, "thing")[0] == 0
-    wait_until_removed()
-
-
-def other_head(pack: Path, target: Path, old: str, new: str) -> Path:
-    """A pack whose script has another text somewhere, at `target`."""
-    data = pack.read_bytes()
-    assert data.count(old.encode(), 0, HEADER_BYTES) == 1
-    data = data.replace(old.encode(), new.encode(), 1)
-    longer = len(new.encode()) - len(old.encode())
-    spare = data[60000 : 60000 + max(longer, 0)]  # of the empty lines behind the script
-    assert not spare.strip()
-    target.write_bytes(data[:60000] + b"\n" * -longer + data[60000 + len(spare) :])
-    return target
-
-
-@pytest.mark.parametrize("harm", ["dead", "new"])
-def test_nothing_stays_of_a_removal_or_an_unpack_that_was_killed(pack: Path, harm: str) -> None:
-    assert say(pack, "unpack")[0] == 0
-    (folder,) = inside()
-    left = folder.with_name(f"{folder.name}.dead" if harm == "dead" else ".new.abcdef")
-    (left / "env").mkdir(parents=True)
-    assert say(pack, "remove") == (0, "", "")
-    assert not inside()
-    (left / "env").mkdir(parents=True)
-    assert say(pack, "remove") == (0, "", "")  # without a whole one
-    assert not inside()
-    (left / "env").mkdir(parents=True)
-    assert say(pack, "thing")[0] == 0
-    wait_until_removed()
-
-
-def removers(folder: Path) -> list[int]:
-    """The processes that wait for the end of the last rank."""
-    return [
-        int(words.parent.name)
-        for words in Path("/proc").glob("[0-9]*/cmdline")
-        if b".remove-at-end" in (line := read(words)) and os.fsencode(folder.parent) in line
-    ]
-
-
-def read(path: Path) -> bytes:
-    with suppress(OSError):
-        return path.read_bytes()
-    return b""
-
-
-def test_a_remover_that_was_killed_is_replaced(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPITRAIN_SUPERVISOR", "abc")  # by which the supervisor ends what a launch has left
-    held = [subprocess.Popen(["bash", pack, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
-    for process in held:
-        assert process.stdin and process.stdout
-        process.stdin.write(b"started\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == b"started\n"
-    (folder,) = inside()
-    (remover,) = removers(folder)
-    assert b"MPITRAIN_" not in Path(f"/proc/{remover}/environ").read_bytes()
-    os.kill(remover, signal.SIGKILL)
-    for process in held[1:]:
-        process.communicate()
-    assert say(pack, "thing")[0] == 0  # of a later job
-    assert inside()
-    held[0].kill()
-    held[0].communicate()
-    wait_until_removed()
-
-
-def test_a_process_that_was_killed_while_it_unpacked_leaves_nothing(
-    pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = tmp_path / "bin/tar"
-    slow.parent.mkdir()
-    slow.write_text(f"#!/bin/sh\necho > {tmp_path}/began\nsleep 1\n")
-    slow.chmod(0o755)
-    process = start(other_head(pack, tmp_path / "env.pack", "PATH=/usr/bin:", f"PATH={slow.parent}:/usr/bin:"), "true")
-    while not (tmp_path / "began").exists():
-        time.sleep(0.01)
-    process.kill()
-    process.communicate()
-    assert inside()
-    wait_until_removed()
-
-
-def test_the_folder_may_have_the_setgid_bit(pack: Path, tmp_path: Path) -> None:
-    (tmp_path / "memory").chmod(0o2755)
-    assert say(pack, "unpack")[0] == 0
-    assert inside()[0].parent.stat().st_mode & 0o7777 in (0o700, 0o2700)
-    assert say(pack, "thing")[0] == 0
-
-
-def test_a_name_that_another_user_has_made_is_passed_over(pack: Path, tmp_path: Path) -> None:
-    names = [tmp_path / f"memory/mpitrain-pack-{os.getuid()}{number}" for number in ("", ".1", ".2")]
-    for name, kind in zip(names, (Path.touch, Path.mkdir, lambda path: path.symlink_to(tmp_path)), strict=True):
-        kind(name)
-    names[1].chmod(0o777)
-    assert say(pack, "unpack") == (0, "", "")
-    (folder,) = names[0].with_name(f"{names[0].name}.3").iterdir()
-    names[0].unlink()  # it goes on where it is
-    assert str(folder) in say(pack, "thing")[1]
-    assert f"to {folder} (there now)" in say(pack, "show")[1]
-    assert say(pack, "remove") == (0, "", "")
-    assert not list(folder.parent.iterdir())
-    assert not list(names[1].iterdir())
-
-
-@pytest.mark.parametrize("harm", ["flipped", "cut", "no room", "taken", "machine", "no tar", "tar", "above", "missing"])
-def test_errors_are_one_line_and_leave_nothing(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
-) -> None:
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    monkeypatch.setenv("MPITRAIN_PACK_DIR", str(memory))
-    pack = tmp_path / "env.pack"
-    own = memory / f"mpitrain-pack-{os.getuid()}"
-    data = bytearray(packed.read_bytes())
-    data = bytearray(packed.read_bytes())
-    expected = {"flipped": "SHA-256", "cut": "bytes, found", "no room": "has room for", "machine": "packed on"}.get(
-        harm
-    )
-    few = tmp_path / "bin"
-    few.mkdir()
-    match harm:
-        case "flipped":
-            data[HEADER_BYTES + 700] ^= 1
-        case "cut":
-            del data[-1000:]
-        case "no room":
-            size = re.search(rb"\nunpacked=\d+\n", data)
-            assert size
-            other_head(packed, pack, size[0].decode(), "\nunpacked=9999999999999999\n")
-        case "machine":
-            other_head(packed, pack, f"machine={os.uname().machine}\n", "machine=m\n")
-        case "taken":
-            for number in ("", *(f".{number}" for number in range(1, 8))):
-                own.with_name(f"{own.name}{number}").symlink_to(tmp_path)
-            expected = "must belong to you"
-        case "no tar":  # as in a minimal container
-            for folder in map(Path, ("/bin", "/usr/bin")):
-                for tool in folder.iterdir():
-                    if tool.name != "tar" and not (few / tool.name).exists():
-                        (few / tool.name).symlink_to(tool)
-            other_head(packed, pack, "PATH=/usr/bin:/bin:$PATH", f"PATH={few}")
-            expected = "tar is missing"
-        case "tar":
-            (few / "tar").write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
-            (few / "tar").chmod(0o755)
-            other_head(packed, pack, "PATH=/usr/bin:", f"PATH={few}:/usr/bin:")
-            expected = "it is broken"
-        case "above":
-            memory.chmod(0o777)
-            expected = "others could replace"
-        case "missing":
-            monkeypatch.setenv("MPITRAIN_PACK_DIR", str(tmp_path / "none"))
-            expected = "is no folder"
-    if not pack.exists():
-        pack.write_bytes(data)
-    code, output, errors = say(pack, "thing")
-    assert (code, output) == (1, "")
-    assert len(errors.splitlines()) == 1, errors
-    assert expected and expected in errors, errors
-    assert not own.is_dir() or own.is_symlink() or not list(own.iterdir())
 
 
 def test_an_old_pack_says_so(pack: Path, environment: Path) -> None:
