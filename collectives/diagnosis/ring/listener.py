@@ -101,8 +101,8 @@ class Listener:
 class _Door:
     """Attends to all connections of the sockets of a listener at once, until its waker can be read."""
 
-    _num_open = 0
-    _counting = threading.Lock()
+    num_open = 0
+    counting = threading.Lock()
 
     def __init__(self, key: bytes, sockets: Sequence[socket.socket]) -> None:
         self.taken: Link | None = None
@@ -116,13 +116,13 @@ class _Door:
             self._selector.register(each, selectors.EVENT_READ)
 
     def __enter__(self) -> "_Door":
-        with _Door._counting:
-            _Door._num_open += 1
+        with _Door.counting:
+            _Door.num_open += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        with _Door._counting:
-            _Door._num_open -= 1
+        with _Door.counting:
+            _Door.num_open -= 1
         for connection in [*self._pending]:
             self._drop(connection)
         self._selector.close()
@@ -152,7 +152,7 @@ class _Door:
         """A listener's share of what the process has for strangers: it may have many listeners, and needs files for other things."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _NUM_PENDING if files == resource.RLIM_INFINITY else min(_NUM_PENDING, files // _PART_OF_FILES)
-        return max(1, most // max(1, _Door._num_open))
+        return max(1, most // max(1, _Door.num_open))
 
     def _let_in(self, listener: socket.socket) -> None:
         try:
