@@ -1,6 +1,9 @@
 """The words of a command `mpirun ... python -m mpitrain ...`: what they say, and the same command for other hosts. Pure, except that
 hostfiles and settings files are read."""
 
+import functools
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,9 +174,15 @@ def _of_file(words: Sequence[str]) -> dict[str, str]:
 def _read_file(words: Sequence[str]) -> tuple[dict[str, str], str]:
     """The settings that are texts, by full name, of the file in `--config`, and who else could have written it; see `read_named`."""
     file = setting(words, "config")
-    if file is None:
-        return {}, ""
+    return ({}, "") if file is None else _read_once(os.path.abspath(file))
+
+
+@functools.cache
+def _read_once(file: str) -> tuple[dict[str, str], str]:
+    """The settings as they are at the first call. ValueError for a pipe, which can be read only once, and each launch reads it."""
     try:
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise ValueError("expected a regular file, because each launch reads it, got a folder, pipe or device")
         text, reason = read_named(file)
         settings = toml_of(text)
     except (OSError, ValueError) as error:

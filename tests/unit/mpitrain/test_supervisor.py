@@ -219,6 +219,15 @@ def test_settings_come_from_flags_or_the_file(tmp_path: Path) -> None:
     assert words.resume_of([f"--config={file}"]) == "never"
     with pytest.raises(ValueError, match="settings file"):
         words.run_folder(["--config", str(tmp_path / "none")])
+    file.unlink()
+    assert words.resume_of([f"--config={file}"]) == "never", "read once"
+    pipe, device = tmp_path / "pipe", Path("/dev/null")
+    os.mkfifo(pipe)
+    for odd in (pipe, device, tmp_path):
+        with pytest.raises(
+            ValueError, match=f"settings file {odd}: expected a regular file, because each launch reads it"
+        ):
+            words.on_event_of(["--config", str(odd)])
 
 
 # Decisions
