@@ -13,6 +13,7 @@ import numpy as np
 
 from ckpt.storage.child import ALONE, MORE_MEMORY, environment, explained, signal_name
 from ckpt.storage.local_path import open_given
+from collectives.processes import helpers_start
 from collectives.programs import import_paths
 
 _MAX_MESSAGE_BYTES = 1 << 16
@@ -91,7 +92,7 @@ class VectorFiles:
     def _start(self) -> None:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         program = Path(__file__).with_name("vectors.py")
-        with its:
+        with its, helpers_start():
             words = [str(its.fileno()), str(MORE_MEMORY)]
             self._child = subprocess.Popen(
                 [sys.executable, "-I", "-c", _CHILD, *words, json.dumps(import_paths()), str(program)],

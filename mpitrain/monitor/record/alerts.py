@@ -22,14 +22,24 @@ AT_ONCE = 4
 MOST_WAITING = 100
 """More events are dropped."""
 CLOSE_S = 10.0
+_START = """
+trap '' TERM USR1 USR2
+exec timeout -s KILL "$1" sh -c "trap '' TERM
+$2"
+"""
+"""Signals that are ignored stay so in what is started; `timeout` alone passes SIGTERM on. Blocked ones do not: Debian's sh begins with
+none."""
+_KILLED = (-9, 128 + 9)
+"""The exit codes of `timeout`, which has killed itself as well, or only the command."""
 _LAST = ("failure", "end")  # after them the process may end at any time
 
 
 class Alerts:
     """Runs a shell command for each event of a run, in order, with the event as one line of JSON on its standard input.
 
-    A command runs in a session of its own, and goes on if this process ends. Its output goes to RUN/alerts.log: mpirun would wait for a
-    command that had its ranks' output. A command that fails stops nothing.
+    A command runs in a session of its own, and goes on if this process ends. It and what it starts ignore SIGTERM, SIGUSR1 and SIGUSR2,
+    which Slurm sends to all processes of a step that it ends. Its output goes to RUN/alerts.log: mpirun would wait for a command that
+    had its ranks' output. A command that fails stops nothing.
 
     Args:
         command: for `sh -c`.
@@ -88,7 +98,7 @@ class Alerts:
                 event.write(line.encode() + b"\n")
                 event.seek(0)
                 process = subprocess.Popen(
-                    ["timeout", str(COMMAND_S), "sh", "-c", self._command],
+                    ["sh", "-c", _START, "sh", str(COMMAND_S), self._command],
                     stdin=event,
                     stdout=log,
                     stderr=log,
@@ -117,7 +127,7 @@ class Alerts:
         with self._changed:
             self._num_running -= 1
             if code:
-                is_late = code == 124 and time.monotonic() - began > COMMAND_S - 1
+                is_late = code in _KILLED and time.monotonic() - began > COMMAND_S - 1
                 self._fail(f"did not end in {COMMAND_S} s" if is_late else f"ended with code {code}")
             while self._waiting and self._num_running < AT_ONCE:
                 self._start(self._waiting.popleft())

@@ -50,6 +50,7 @@ class Outside(Sink):
 
     def open(self, about: About) -> None:
         from collectives.launcher import environment_of_program
+        from collectives.processes import helpers_start
         from collectives.programs import python
 
         self._folder, self._log = about.folder, about.folder / f"{self._name}.log"
@@ -60,14 +61,15 @@ class Outside(Sink):
             # The program inherits the lock. So it comes before the program of a later start, and after that of an earlier one.
             with suppress(OSError):
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._program = subprocess.Popen(
-                [*python("mpitrain.monitor.sinks.program"), self._name],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a signal to the ranks that asks them to stop is not for it
-                env=environment_of_program(),
-            )
+            with helpers_start():  # a signal that asks the ranks to stop is not for it
+                self._program = subprocess.Popen(
+                    [*python("mpitrain.monitor.sinks.program"), self._name],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env=environment_of_program(),
+                )
         assert self._program.stdin is not None
         self._pipe = self._program.stdin.fileno()
         os.set_blocking(self._pipe, False)

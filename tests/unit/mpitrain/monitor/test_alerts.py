@@ -95,6 +95,20 @@ def test_slow_commands_hold_up_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "busy").rmdir()
 
 
+def test_signals_to_all_processes_of_a_step_do_not_end_a_command(tmp_path: Path) -> None:
+    """As Slurm sends them when it ends a job; the last event is that of the end."""
+    said: list[str] = []
+    told = made(
+        'for name in TERM USR1 USR2; do kill -s $name 0; done; sh -c "kill -s TERM 0"; cat > "$RUN/told"',
+        tmp_path,
+        said.append,
+    )
+    told.tell(EVENT)
+    told.close()
+    assert json.loads((tmp_path / "told").read_text()) == EVENT
+    assert said == []
+
+
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alerts, "COMMAND_S", 1)
     said: list[str] = []

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import signal
 import sqlite3
 import struct
 import subprocess
@@ -159,6 +160,19 @@ def test_files_of_sinks_that_no_run_has_written(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(wandb_rows, "_MOST_ROWS", 1)
     with pytest.raises(OSError, match="it has more than 1 rows after step 1"):
         wandb_rows.Rows(rows_of_wandb, 1)
+
+
+def test_a_signal_to_all_processes_of_a_step_does_not_end_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's, also before the program has its handlers: its imports take seconds."""
+    script = "import sys; sys.exit(0 if '[\"end\"]' in sys.stdin.read() else 3)"
+    monkeypatch.setattr("collectives.programs.python", lambda module: [sys.executable, "-c", script, module])
+    sink = opened("wandb", tmp_path)
+    assert isinstance(sink, outside.Outside) and sink._program is not None
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(sink._program.pid, signum)
+    sink.close()
 
 
 def test_rows_of_wandb_are_numbered_over_all_starts(tmp_path: Path) -> None:
