@@ -117,7 +117,7 @@ class Sessions:
                     "has its name in the environment"
                 )
             if silent := sorted(each.hosts - each.kept):
-                yield f"mpirun's folder {each.folder} may stay on {_listed(silent)}: no answer"
+                yield f"mpirun's folder {each.folder} may stay on {_listed(silent)}: not reached"
 
 
 def _name(host: str) -> str:

@@ -17,7 +17,7 @@ from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, count, prob
 from mpitrain.elastic.supervisor.batch import GOES_ON, Queue, ending_state, job_state
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
 from mpitrain.elastic.supervisor.folder import RunFolder
-from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, num_ranks
+from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, is_own, num_ranks
 from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.memory_kills import NAMED, LaunchKills
@@ -250,10 +250,16 @@ class Supervisor:
         self._chosen = choose(self.plan.hosts, self._live, self.plan.most)
 
     def _clean(self) -> None:
-        """Remove the folders of launches that have ended by themselves. A host that did not answer last is not asked again."""
+        """Remove the folders of launches that have ended by themselves."""
         if left := self._sessions.left:
-            hosts = [name for name in self._live if name in self._sessions.hosts()]
+            hosts = [name for name in self._reachable() if name in self._sessions.hosts()]
             self._settle(clean(self.plan.agent, hosts, left, self.plan.limits.probe_s, self._indices))
+
+    def _reachable(self) -> list[str]:
+        """The hosts that are asked at the end of a launch: those that answered last, but this one alone while Slurm ends the job. Then
+        steps on others may not start any more, and would take of the time until SIGKILL."""
+        is_ending = not all(map(is_own, self._live)) and ending_state()
+        return list(filter(is_own, self._live)) if is_ending else self._live
 
     def _settle(self, answers: Mapping[str, Answer]) -> None:
         for line in self._sessions.settle({host: answer.folders for host, answer in answers.items()}):
@@ -372,9 +378,9 @@ class Supervisor:
         return state in GOES_ON
 
     def _remove_copies(self) -> None:
-        """The run has ended with a checkpoint: remove the copies of its state that are left on hosts that answered last."""
+        """The run has ended with a checkpoint: remove the copies of its state that are left on hosts."""
         if (run := self.folder.run_id()) is not None:
-            counts = count(self.plan.agent, self._live, script(run), self.plan.limits.probe_s, self._indices)
+            counts = count(self.plan.agent, self._reachable(), script(run), self.plan.limits.probe_s, self._indices)
             if num := sum(counts.values()):
                 say(f"removed {num} file{'s' * (num != 1)} of copies that the run had left in node memory")
 

@@ -175,7 +175,7 @@ def test_a_folder_stays_on_the_list_until_it_is_removed(place: Path) -> None:
     reason = "it has other files, or a living process has its name in the environment"
     assert list(sessions.remaining()) == [
         f"mpirun's folder {folder} stays on far2: {reason}",
-        f"mpirun's folder {folder} may stay on far3: no answer",
+        f"mpirun's folder {folder} may stay on far3: not reached",
     ]
     assert sessions.settle({"localhost": Found(), "far2": gone}) == [f"removed mpirun's folder {folder} on far2"]
     assert sessions.settle({"far3": Found()}) == []

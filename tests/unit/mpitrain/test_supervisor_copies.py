@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import ROOT
 
 from mpitrain.elastic.copies.files import CopyFile, files_of, path_of
 from mpitrain.elastic.copies.folders import own_folder
@@ -13,6 +14,7 @@ from mpitrain.elastic.copies.holding import hold, release
 from mpitrain.elastic.copies.remote import script
 from mpitrain.elastic.lease import raise_lease
 from mpitrain.elastic.supervisor.agents import count, parse_agent
+from mpitrain.elastic.supervisor.sessions import VARIABLES
 
 
 def removed(run: str) -> int:
@@ -76,3 +78,33 @@ def test_a_run_that_ends_with_a_checkpoint_leaves_none(
     assert result.returncode == (1 if num_left else 0), result.stderr
     assert len(files_of(lease.run)) == num_left, result.stderr
     assert ("removed 1 file of copies" in result.stderr) == (not num_left), result.stderr
+
+
+@pytest.mark.parametrize(("state", "num_asked"), [("RUNNING", 3), ("COMPLETING", 1)])
+def test_other_hosts_are_not_asked_to_remove_anything_while_slurm_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, num_asked: int
+) -> None:
+    """Before the launch; and in a job that goes on for mpirun's folder and for the copies of the run's state."""
+    run, asked = tmp_path / "run", tmp_path / "asked"
+    run.mkdir()
+    raise_lease(run)
+    job = "from pathlib import Path; from mpitrain.elastic.marks import Marks; Marks(Path('run')).done('stopped', 3)"
+    programs = {
+        "squeue": f"echo {state}",
+        "mpirun": f'[ "$1" != --version ] || exec echo Open MPI\nexec {sys.executable} -c "{job}"',
+        "reach": f'[ "$1" = far ] && echo . >> {asked} && eval "$2"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path))
+    command = ["elastic", "--run", "run", "--agent", "reach", "--", "mpirun", "-H", "localhost,far", "-np", "2", "a"]
+    words = [sys.executable, "-m", "mpitrain", *command]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert asked.read_text().count(".") == num_asked, result.stderr
+    assert ("may stay on far: not reached" in result.stderr) == (state == "COMPLETING"), result.stderr
