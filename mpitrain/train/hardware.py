@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator
+from collectives.launcher import launcher_name
 from collectives.selection.table_cache import cpu_model
 from collectives.transports.mpi import library_version
 from mpitrain.config import Config, ParallelConfig
@@ -50,11 +51,14 @@ def share_out(allowed: list[set[int]], rank: int) -> tuple[int, ...]:
     return tuple(everything[rank * each : (rank + 1) * each])
 
 
-def of_job(allowed: list[set[int]], rank: int, asked: int, on_host: int) -> tuple[tuple[int, ...], int, str]:
+def of_job(
+    allowed: list[set[int]], rank: int, asked: int, on_host: int, *, by_srun: bool
+) -> tuple[tuple[int, ...], int, str]:
     """The cores of local rank `rank`, its number of threads, and one line about a job whose ranks have too few cores, else "".
 
-    `asked`: the cores that the job has for each rank, 0 if that is not known. `on_host`: the cores of the node. Ranks that nobody has
-    bound may run on the cores of other jobs as well: then the result has no cores, and no more threads than `asked`.
+    `asked`: the cores that the job has for each task, 0 if that is not known. `on_host`: the cores of the node. `by_srun`: whether srun
+    has started the ranks. Ranks that nobody has bound may run on the cores of other jobs as well: then the result has no cores, and no
+    more threads than `asked`.
     """
     cores, everything = share_out(allowed, rank), set.union(*allowed)
     is_bound = sum(map(len, allowed)) == len(everything) and (len(allowed) > 1 or len(everything) < on_host)
@@ -63,15 +67,18 @@ def of_job(allowed: list[set[int]], rank: int, asked: int, on_host: int) -> tupl
     threads = max(len(cores), 1)
     if asked <= threads:
         return cores, threads, ""
-    problem = (
-        f"the job has {asked} cores for each rank (SLURM_CPUS_PER_TASK), and a rank may run on {threads}: since Slurm 22.05 srun "
-        "must be told: export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the batch script; see also --cpu-bind"
-    )
-    return cores, threads, problem
+    reason = "there are more ranks on the node than tasks of the job, or what has started them has fewer cores, or has bound them"
+    if by_srun:
+        reason = (
+            "since Slurm 22.05 srun must be told: export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the batch script; "
+            "see also --cpu-bind"
+        )
+    said = f"the job has {asked} cores for each task (SLURM_CPUS_PER_TASK), and a rank may run on {threads}: {reason}"
+    return cores, threads, said
 
 
 def cores_of_task(environ: Mapping[str, str] = os.environ) -> int:
-    """The cores that a job of Slurm has for each rank; 0 if Slurm has not said so."""
+    """The cores that a job of Slurm has for each task; 0 if Slurm has not said so."""
     said = environ.get("SLURM_CPUS_PER_TASK", "")
     return int(said) if said.isdecimal() else 0
 
@@ -89,7 +96,8 @@ def take_hardware(comm: Communicator, config: ParallelConfig) -> Hardware:
     from the number of the rank's cores. If a job's ranks have fewer cores than the job, one rank says so.
     """
     allowed = comm.node.all_gather_object(os.sched_getaffinity(0))
-    cores, most, problem = of_job(allowed, comm.node.rank, cores_of_task(), os.cpu_count() or 1)
+    on_host, by_srun = os.cpu_count() or 1, launcher_name() == "srun"
+    cores, most, problem = of_job(allowed, comm.node.rank, cores_of_task(), on_host, by_srun=by_srun)
     problems = comm.all_gather_object(problem)
     if any(problems) and comm.rank == next(rank for rank, each in enumerate(problems) if each):
         print(f"mpitrain: notice: {problem}", file=sys.stderr, flush=True)

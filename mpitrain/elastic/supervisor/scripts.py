@@ -9,6 +9,7 @@ All but the last need the standard library alone.
 
 import os
 import sys
+from collections.abc import Callable
 
 from mpitrain.elastic.supervisor.agents import clean, parse_agent
 from mpitrain.elastic.supervisor.hosts import of_environment
@@ -52,7 +53,8 @@ def _is_elastic(*words: str) -> str:
 
 def main(question: str, *words: str) -> None:
     """Answer a question on stdout."""
-    if text := {"make": _make, "remove": _remove, "is-elastic": _is_elastic}[question](*words):
+    answers: dict[str, Callable[..., str]] = {"make": _make, "remove": _remove, "is-elastic": _is_elastic}
+    if text := answers[question](*words):
         print(text)
 
 

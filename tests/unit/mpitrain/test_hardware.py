@@ -47,11 +47,14 @@ NODE = set(range(64))
 def test_cores_of_a_job_of_slurm(
     allowed: list[set[int]], asked: int, cores: Iterable[int], threads: int, has_too_few: bool
 ) -> None:
-    its, num, problem = of_job(allowed, 0, asked, on_host=64)
-    assert (its, num) == (tuple(cores), threads)
-    assert bool(problem) == has_too_few
-    if has_too_few:
-        assert f"the job has {asked} cores for each rank" in problem and f"run on {threads}:" in problem
+    for by_srun in (True, False):
+        its, num, problem = of_job(allowed, 0, asked, on_host=64, by_srun=by_srun)
+        assert (its, num) == (tuple(cores), threads)
+        assert bool(problem) == has_too_few
+        if has_too_few:
+            assert f"the job has {asked} cores for each task" in problem and f"run on {threads}:" in problem
+            assert ("SRUN_CPUS_PER_TASK" in problem) == by_srun
+            assert ("more ranks on the node than tasks" in problem) == (not by_srun)
 
 
 def test_slurm_says_how_many_cores_a_rank_has() -> None:
