@@ -93,9 +93,13 @@ class Queue:
             return False
         command = ("scontrol", "requeue", self._job)
         self._say(f"{' '.join(command)}: the job waits in the queue, and then goes on")
+        # Slurm at once sends SIGTERM to all processes of the job, perhaps before the command has read Slurm's answer.
+        words = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh", *command)
         try:
-            subprocess.run(command, env=_of_own_job(), timeout=60, check=True)
+            code = subprocess.run(words, env=_of_own_job(), timeout=60).returncode
         except (OSError, subprocess.SubprocessError) as error:
             self._say(f"the job is not in the queue again: {error}")
             return False
-        return True
+        if code:
+            self._say(f"the job is not in the queue again: exit code {code} of {command[0]}")
+        return code == 0

@@ -120,7 +120,7 @@ def test_the_end_of_a_job_by_slurm_is_no_failure(tmp_path: Path, monkeypatch: py
 
 def test_a_run_without_new_steps_is_not_queued_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scontrol, asked = tmp_path / "scontrol", tmp_path / "asked"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nkill -s TERM $$\n')  # Slurm sends it as soon as it obeys
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     said: list[str] = []
@@ -139,7 +139,7 @@ def test_a_run_without_new_steps_is_not_queued_for_ever(tmp_path: Path, monkeypa
     assert said[-1] == "not queued again: 2 jobs in a row did no new step. Why?"
     assert job(1, has_new_step=False, number="8"), "the count of job 7 is not job 8's"
     assert not job(2, has_new_step=False, number="8")
-    # Between the two, Slurm itself queued the job again, after new steps.
+    # Between the two returns Slurm itself queued the job again, after new steps.
     assert job(0, has_new_step=False) and job(2, has_new_step=False, saved=1000)
     assert not job(3, has_new_step=False, saved=1000)
     # Each job comes to the same step, and ends before its first checkpoint.
@@ -147,6 +147,8 @@ def test_a_run_without_new_steps_is_not_queued_for_ever(tmp_path: Path, monkeypa
     assert not job(2, has_new_step=False, step=50)
     (tmp_path / batch.QUEUE).write_text(json.dumps({"fruitless": "many"}))  # damaged
     assert job(1, has_new_step=False)
+    scontrol.write_text("#!/bin/sh\nexit 3\n")
+    assert not job(1, has_new_step=True) and said[-1] == "the job is not in the queue again: exit code 3 of scontrol"
 
 
 @pytest.mark.parametrize(("in_batch_job", "again", "ends"), [(True, 15, 0), (True, 2, 2), (False, 15, 15)])
