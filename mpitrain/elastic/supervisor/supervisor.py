@@ -215,6 +215,8 @@ class Supervisor:
             command = command.on(self._chosen, num_ranks(command.ranks, self.plan.hosts, self._chosen))
         if command.kind == "openmpi":
             command = command.with_options(*(word for name in variables for word in ("-x", name)))
+        elif command.kind == "mpich":  # for other hosts, if -genvnone or -genvlist keeps variables from them
+            command = command.with_options(*(word for pair in variables.items() for word in ("-genv", *pair)))
         if (start := self._start()) is not None:
             command = command.resumed_from(start)
         return command.words()

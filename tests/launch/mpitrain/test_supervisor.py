@@ -20,6 +20,7 @@ from run_events import faults
 
 from mpitrain.elastic import marks
 from mpitrain.elastic.folder_lock import FolderLock
+from mpitrain.elastic.supervisor.folder import VARIABLES
 
 
 def elastic(num_ranks: int, options: list[str], program: list[str], **other: object) -> Result:
@@ -330,6 +331,19 @@ def test_a_request_to_stop_from_before_the_first_launch_starts_nothing(tmp_path:
         assert result.returncode == 128 + signal.SIGUSR1, str(result)
         assert "launch 1" not in result.stderr and "scontrol requeue 17" in result.stderr, str(result)
     assert (tmp_path / "asked").read_text() == "requeue 17\n" * 2
+
+
+def test_the_proxies_of_mpich_are_told_the_variables_of_the_supervisor(tmp_path: Path) -> None:
+    """-genvnone keeps all others from ranks on other hosts."""
+    launcher, folder = tmp_path / "mpirun", tmp_path / "run"
+    launcher.write_text('#!/bin/sh\n[ "$1" = --version ] && echo HYDRA || printf "%s\\n" "$@"\n')
+    launcher.chmod(0o755)
+    words = [sys.executable, "-m", "mpitrain", "elastic", "--max-relaunches", "0", "--run", str(folder), "--"]
+    result = run([*words, launcher, "-genvnone", "-np", "1", "python"], env={"PYTHONPATH": str(ROOT)})
+    said = result.stdout.splitlines()
+    assert said[18:] == ["-genvnone", "-np", "1", "python"] and said[:18:3] == ["-genv"] * 6, str(result)
+    told = dict(zip(said[1:18:3], said[2:18:3], strict=True))
+    assert set(told) == set(VARIABLES) and told[marks.FOLDER_VARIABLE] == str(folder), str(result)
 
 
 def test_steps_before_a_relaunch_that_slurm_stops_early_count(tmp_path: Path) -> None:
