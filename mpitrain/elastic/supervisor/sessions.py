@@ -29,8 +29,8 @@ _UNKNOWN_HOSTS = ("LSB_JOBID", "PE_HOSTFILE")
 """In jobs of LSF and of Grid Engine mpirun knows the hosts alone."""
 _USUAL = ("/tmp", "/var/tmp")
 
-# What stands in a folder of several launches is theirs, and so is what a living process was told to use: a program that a rank has
-# started may be an mpirun itself. Processes that end take a moment.
+# A program that a rank has started may be an mpirun itself, and use the folder that it was told: what is in it then stays as long as a
+# process has its name. Processes that end take a moment.
 CLEAN = rf"""
 used() {{ grep -lsxzF -e "{VARIABLES[0]}=$1" -e "{VARIABLES[1]}=$1" /proc/[0-9]*/environ; }}
 unused() {{
@@ -44,6 +44,7 @@ clean() {{
     [ -d "$2" ] && [ ! -L "$2" ] && [ -O "$2" ] || return 0
     [ -z "$3" ] || [ "$(stat -c %d:%i "$2")" = "$3" ] || return 0
     if (
+        rmdir "$2" && exit
         unused "$2" && cd -P "$2" && {{ [ -z "$3" ] || [ "$(stat -c %d:%i .)" = "$3" ]; }} || exit 1
         rm -rf ompi.* prte*
         cd / && rmdir "$2"

@@ -146,10 +146,12 @@ def test_what_stands_in_its_place_now_is_not_removed(place: Path) -> None:
 
 
 def test_the_folder_of_a_living_mpirun_is_not_removed(place: Path) -> None:
-    """Such as one that a rank has started, with the variables of the launch."""
-    session = begun(place)
-    with subprocess.Popen(["cat"], env={**os.environ, ORTE: session.folder}, stdin=subprocess.PIPE) as inner:
-        assert cleaned(session) == Found(frozenset(), frozenset({0}))
+    """Such as one that a rank has started, with the variables of the launch. Nothing is lost with an empty one."""
+    session, empty = begun(place), make(OPEN_MPI, {PRTE: str(place)})
+    assert empty is not None
+    env = {**os.environ, ORTE: session.folder, PRTE: empty.folder}
+    with subprocess.Popen(["cat"], env=env, stdin=subprocess.PIPE) as inner:
+        assert cleaned(session, empty) == Found(frozenset({1}), frozenset({0}))
         assert Path(session.folder, "ompi.17/hwloc.sm").exists()
         inner.communicate()
     assert cleaned(session) == Found(frozenset({0}))
