@@ -18,7 +18,8 @@ _ENDLESS = 1 << 60  # version 1 has a number in place of no limit: the largest o
 _BATCH = 1 << 20  # the kernel counts memory in batches of pages
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _COUNTS = ("memory.events", "memory.oom_control")
-_OF_JOB = "ask for more memory (Slurm: --mem, docker: --memory), or start fewer ranks on a node"
+_USAGES = ("memory.current", "memory.usage_in_bytes")
+MORE_MEMORY = "ask for more memory (Slurm: --mem, docker: --memory), or start fewer ranks on a node"
 _OF_HOST = "start fewer ranks on a node, or take a host with more memory"
 NAMED = "the kernel's OOM killer"
 """Begins each sentence of `Kills.words`."""
@@ -74,6 +75,19 @@ def smallest_limit(folders: Sequence[Path]) -> int | None:
     return min((value for each in folders if (value := limit(each)) is not None), default=None)
 
 
+def room(folders: Sequence[Path]) -> int | None:
+    """The bytes that a process in all of these groups may still take; None: any number. The kernel drops copies of files for them."""
+    rooms = []
+    for each in folders:
+        if (most := limit(each)) is not None:
+            its = _numbers(each / "memory.stat")
+            # Version 1 has the sums over the groups below under names of their own. Shared memory is in neither.
+            files = sum(its.get(f"total_{name}", its.get(name, 0)) for name in ("inactive_file", "active_file"))
+            used = next((usage for name in _USAGES if (usage := _number(each / name))), 0)
+            rooms.append(max(most - max(used - files, 0), 0))
+    return min(rooms, default=None)
+
+
 class Count(NamedTuple):
     """What a group has counted since it was made: the processes that the OOM killer has ended, and, in version 2, how often it was
     called because the group's own limit was reached."""
@@ -123,7 +137,7 @@ class Kills:
             return f"the memory of the host, or of a container around it, was full{known}: {_OF_HOST}"
         at = min(reached, key=reached.__getitem__)
         whose = "its" if at == folder else f"the outer cgroup {at} had reached its"
-        return f"{whose} limit of memory, {show_bytes(reached[at])}{', was reached' * (at == folder)}: {_OF_JOB}"
+        return f"{whose} limit of memory, {show_bytes(reached[at])}{', was reached' * (at == folder)}: {MORE_MEMORY}"
 
 
 def _mount(root: Path, *, is_first: bool) -> tuple[str, Path]:

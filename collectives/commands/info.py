@@ -30,8 +30,6 @@ def run(options: argparse.Namespace) -> int:
 
     comm = collectives.world()
     folder = memory.folder()
-    with comm.together(f"shared-memory folder {folder}"):
-        room = os.statvfs(folder)
     codecs = dict.fromkeys(comm.all_gather_object(load_codec(comm.node)[:2]))
     nodes: dict[str, int] = {}
     for name in comm.all_gather_object(os.uname().nodename):
@@ -43,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         table.add_row("mpi4py", version("mpi4py"))
         table.add_row("ranks", str(comm.size))
         table.add_row("nodes", f"{comm.num_nodes} ({', '.join(f'{name}: {n}' for name, n in nodes.items())})")
-        free = show_bytes(room.f_bavail * room.f_frsize)
+        free = show_bytes(memory.room())
         table.add_row("shared memory", f"{folder}, {free} free" + ("" if comm.num_nodes == 1 else " on rank 0's node"))
         reads = "read directly" if comm.node.reads_peers else "not readable: copied through shared memory"
         table.add_row("private memory of peers", reads)

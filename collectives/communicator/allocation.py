@@ -19,13 +19,13 @@ class Allocation:
     def __init__(self, memory: NodeMemory | None, *, recorder: Recorder, queue: AsyncQueue) -> None:
         self._memory, self._recorder, self._queue = memory, recorder, queue
 
-    def empty(self, shape: int | Sequence[int], dtype: object) -> Any:
-        return self._allocate("empty", shape, dtype)
+    def empty(self, shape: int | Sequence[int], dtype: object, *, or_anonymous: bool) -> Any:
+        return self._allocate("empty", shape, dtype, or_anonymous)
 
-    def shared(self, shape: int | Sequence[int], dtype: object) -> Any:
-        return self._allocate("shared", shape, dtype)
+    def shared(self, shape: int | Sequence[int], dtype: object, *, or_anonymous: bool) -> Any:
+        return self._allocate("shared", shape, dtype, or_anonymous)
 
-    def _allocate(self, kind: str, shape: int | Sequence[int], dtype: object) -> Any:
+    def _allocate(self, kind: str, shape: int | Sequence[int], dtype: object, or_anonymous: bool) -> Any:
         row = dtype_of(dtype)
         shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)
         if any(length < 0 for length in shape):
@@ -36,5 +36,6 @@ class Allocation:
             if self._memory is None:
                 flat = np.zeros(nbytes, np.uint8)
             else:
-                flat = self._memory.shared(nbytes) if kind == "shared" else self._memory.empty(nbytes)
+                allocate = self._memory.shared if kind == "shared" else self._memory.empty
+                flat = allocate(nbytes, or_anonymous=or_anonymous)
         return like(flat.view(row.numpy), dtype).reshape(shape)

@@ -332,25 +332,27 @@ class Communicator:
 
     # Arrays in node memory
 
-    def empty(self, shape: int | Sequence[int], dtype: object) -> Any:
+    def empty(self, shape: int | Sequence[int], dtype: object, *, or_anonymous: bool = False) -> Any:
         """An array of this rank that the other ranks of the node can read: reductions on it move each element once. Collective.
 
         It is a torch tensor for a torch dtype, else a NumPy array, filled with zeros. All ranks pass the same shape and dtype. On a
-        communicator of several nodes it is private memory. OSError on all ranks if the node's shared memory is full.
+        communicator of several nodes it is private memory. OSError on all ranks if the node's shared memory is full. `or_anonymous`:
+        then it is memory that no folder limits (Linux's memfd), if the ranks see each other's processes.
         """
-        return self._allocation.empty(shape, dtype)
+        return self._allocation.empty(shape, dtype, or_anonymous=or_anonymous)
 
-    def shared(self, shape: int | Sequence[int], dtype: object) -> Any:
+    def shared(self, shape: int | Sequence[int], dtype: object, *, or_anonymous: bool = False) -> Any:
         """One array of zeros in the same memory on every rank: `comm.node.shared(...)`. Collective.
 
         It is a torch tensor for a torch dtype, else a NumPy array. The caller orders reads and writes by different ranks, with
         `barrier()`. ValueError on a communicator of several nodes; OSError on all ranks if the node's shared memory is full.
+        `or_anonymous`: as of `empty`.
         """
         if self.num_nodes > 1:
             raise ValueError(
                 f"shared: these {self.size} ranks are on {self.num_nodes} nodes; call comm.node.shared(...)"
             )
-        return self._allocation.shared(shape, dtype)
+        return self._allocation.shared(shape, dtype, or_anonymous=or_anonymous)
 
     # Groups of ranks
 

@@ -2,6 +2,7 @@
 
 import errno
 import glob
+import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives import Communicator
+from collectives.transports.node.anonymous import available_bytes
 from collectives.transports.node.memory import say_short
 from mpitrain.config import ConfigError, DataConfig, SourceConfig
 from mpitrain.data.cache import ShardCache, cache_folder, needs_copy
@@ -27,6 +29,7 @@ from mpitrain.data.tokenizers import JsonTokenizer, Tokenizer
 from mpitrain.data.tokens import TokenFiles, open_tokens
 from mpitrain.rank0 import on_rank0
 
+_log = logging.getLogger("mpitrain")
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
@@ -109,7 +112,7 @@ def load_data(
 def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Corpus:
     """List the files on rank 0, read them on one rank of each node. Collective; ValueError on all ranks if that fails.
 
-    If a node's shared memory has too little room, each of its ranks reads them for itself.
+    If the ranks of a node cannot share memory, each of them reads the files for itself. OSError on all ranks if there is too little.
     """
 
     def listed() -> Listing:
@@ -122,13 +125,23 @@ def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Cor
     listing = on_rank0(comm, listed)
 
     def read(part: Part) -> np.ndarray:
-        reads = comm.node.rank == 0
+        tokens: np.ndarray | None = None
+        problem, fits = "", True
         try:
-            tokens: np.ndarray = comm.node.shared(part.num_tokens, np.uint8)
+            tokens = comm.node.shared(part.num_tokens, np.uint8, or_anonymous=True)
         except OSError as error:  # on all ranks of the node
-            say_short(comm.node.rank, f"each rank of this node has its own copy of the data: {error}")
-            tokens, reads = np.empty(part.num_tokens, np.uint8), True
+            problem = str(error)
+            # Before one of them reads.
+            fits = comm.node.broadcast_object(part.num_tokens * comm.node.size <= available_bytes())
         with comm.together():
+            if not fits:
+                raise OSError(
+                    f"{problem}; and a copy of the data for each of the {comm.node.size} ranks is more than that"
+                )
+            reads = tokens is None or comm.node.rank == 0
+            if tokens is None:
+                say_short(comm.node.rank, f"each rank of this node has its own copy of the data: {problem}", _log)
+                tokens = np.empty(part.num_tokens, np.uint8)
             if reads:
                 read_into(part, tokens)
         return tokens

@@ -35,6 +35,7 @@ from mpitrain.sharding.setup.options import (
     check_module,
     check_parts,
     check_slices,
+    check_units,
 )
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.setup.readiness import check_names
@@ -63,7 +64,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    units: Literal["auto", "one"] = "auto",
+    units: Literal["auto", "one"] | Iterable[nn.Module] = "auto",
     storage: Literal["auto", "resident", "private"] = "auto",
     prefetch_bytes: int | None = None,
     device: torch.device | str | None = None,
@@ -75,8 +76,8 @@ def fully_shard(
     """Shard the parameters of `module` that belong to no unit yet over the ranks of `mesh`, in place. Returns the module. Collective.
 
     Call it for the blocks first, then for the whole model, then make the optimizer: `model.parameters()` are now the shards, in the
-    same order and number on all ranks. A call for the whole model alone chooses the blocks itself. All ranks take the parameters of
-    rank 0. Parameters on the meta device get memory here, and values from `mpitrain.initialize` or a checkpoint.
+    same order and number on all ranks. A call for the whole model alone chooses the blocks itself, or takes them as `units`. All ranks
+    take the parameters of rank 0. Parameters on the meta device get memory here, and values from `mpitrain.initialize` or a checkpoint.
 
     Args: mesh: a Communicator, over which one copy is sharded; or a Mesh with shards along its axes `dp_shard` and `cp`, and copies of
     the shards along `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks. stage: 0
@@ -89,12 +90,14 @@ def fully_shard(
     and the optimizer's state in host memory, for parameters on GPUs. ignored_params: parameters (not names) that stay as they are on
     every rank. Parameters of other parts of the model are allowed. units: "auto": if no part of the module is sharded yet, each block
     of its stacks becomes a unit (the layers of a transformer, but no experts and no modules without a forward), and the remaining
-    parameters become one unit. "one": all parameters become one unit. A unit is gathered and reduced as a whole. storage: the memory of
+    parameters become one unit. "one": all parameters become one unit. Modules within the module: each becomes a unit, inner ones before
+    the modules around them, and the remaining parameters one more. A unit is gathered and reduced as a whole. storage: the memory of
     full parameters. "resident", from stage 1 on: one copy in the shared memory of each node. A rank may skip a unit, or run it more
     often than other ranks. "private": each rank has its own full parameters. In stage 3 they are gathered around the forward of the
     unit's module. Then all ranks must run the same units in the same order, because a gather needs all ranks; a rank that skips a unit
     causes an error, or a wait until the deadline. Ranks may differ within a unit. Stages 0 to 2 gather nothing, and ranks may differ as
-    with "resident". "auto": resident for parameters on CPUs if the shared memory of all nodes suffices, otherwise private.
+    with "resident". "auto": resident for parameters on CPUs if the shared memory of all nodes suffices for all units of this call,
+    otherwise private.
     prefetch_bytes: the bytes of private full parameters of stage 3 that may be gathered before their use, in the order of the last
     step, if gathers overlap with computation (with a progress thread, or by NCCL). None: the size of the largest unit within this
     module; 0: no prefetch. The value of the outermost module is used. device: the device of parameters that are on the meta device;
@@ -126,6 +129,7 @@ def fully_shard(
         ignored_params=ignored_params, units=units, storage=storage, prefetch_bytes=prefetch_bytes, device=device,
         cut=cut, wire=wire, wire_weights=wire_weights, slices=slices,
     )  # fmt: skip
+    check_units(module, options)
     check_dtypes(module, options)
     ranks = data_parallel_ranks(mesh, whole=stage == 0, tensor=tensor_ranks_of(module.parameters()))
     check_parts(module, ranks, mesh)
@@ -137,7 +141,7 @@ def fully_shard(
     ranks = wire_groups(ranks, options.wire, options.wire_weights)
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     policy = options.policy
-    blocks = _automatic_blocks(module) if units == "auto" else []
+    blocks = _blocks(module, options)
     if blocks or units_of(module):  # with single parts, a name may be of another part: see readiness.py
         check_names(module, policy.keep_fp32)
 
@@ -179,7 +183,7 @@ def fully_shard(
 
     if options.storage == "auto" and stage > 0:
         new = _new_units([*kept, *blocks, module], policy_of, options)
-        if new and lacks_room(new, units_of(module), ranks):
+        if new and lacks_room(new, units_of(module), ranks, has_slices=bool(options.slices)):
             options = replace(options, storage="private")
     for whole in (*blocks, module):
         inside = {id(part) for part in whole.modules() if part is not whole}
@@ -204,8 +208,10 @@ NamedParams = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
 """The parameters of one flat buffer: for each its name, the modules that use it with their names for it, and the parameter."""
 
 
-def _automatic_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks that are sharded first; empty if the user has sharded parts of the module."""
+def _blocks(module: nn.Module, options: Options) -> list[nn.Module]:
+    """The blocks that are sharded first. "auto" finds none if the user has sharded parts of the module."""
+    if options.units != "auto":
+        return [] if isinstance(options.units, str) else [*options.units]
     blocks = [block for block in stacked_blocks(module) if not isinstance(block, ShardedModule)]
     if all(unit.is_automatic for unit in units_of(module)):
         return blocks
@@ -288,7 +294,7 @@ def _storage(
         reason = next(text for text in problems if text)
         if options.storage == "resident":
             raise OSError(reason) from problem
-        say_short(ranks.data_parallel.rank, f"fully_shard: full parameters are in private memory from now on: {reason}")
+        say_short(ranks.data_parallel.rank, f"fully_shard: full parameters are in private memory: {reason}", _log)
     if options.stage < 3 or ranks.shard.size == 1:
         return Kept(shapes, ranks.wired.weights, dtype, device, cut=options.cut)
     group = None if num_group is None else group_for_weights(ranks, num_group)

@@ -23,6 +23,7 @@ from mpitrain.models.transformers_plan import stage_plan_of_transformers
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.spread import spread_of
 from mpitrain.optim.torch_calls import watch_norms
+from mpitrain.sharding.setup.room import note_room
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run
 from mpitrain.stages.inputs import Inputs, call_of, check_inputs, described
@@ -83,6 +84,7 @@ def pipeline(
         _check_plan(model, plan)
         divided = _division(model, plan, division, made.num_stages)
         _check_params(ModelStages.names_of(model, plan, divided), model, made)
+    note_room(comm)  # before one of these ranks goes on to shard its stages
     described = [f"{name} of shape {tuple(param.shape)}" for name, param in model.named_parameters()]
     check_alike(
         comm,

@@ -64,8 +64,8 @@ class NodeArrays:
         self._comm = comm
         self._arrays: list[np.ndarray] = []
         self._sizes = Sizes()
-        self._is_let_go: np.ndarray = comm.shared((comm.size, MAX_ARRAYS), np.bool_)
-        self._lists: np.ndarray = comm.shared((2, MAX_ARRAYS), np.bool_)
+        self._is_let_go: np.ndarray = comm.shared((comm.size, MAX_ARRAYS), np.bool_, or_anonymous=True)
+        self._lists: np.ndarray = comm.shared((2, MAX_ARRAYS), np.bool_, or_anonymous=True)
         self._num_fences = 0
         self._fence: Work | None = None  # the last one
 
@@ -112,7 +112,7 @@ class NodeArrays:
             return None
         if choice.new_bytes:
             try:
-                array = self._comm.shared(choice.new_bytes, np.uint8)
+                array = self._comm.shared(choice.new_bytes, np.uint8, or_anonymous=True)
             except OSError:
                 return None
             self._arrays[choice.number : choice.number + 1] = [array]

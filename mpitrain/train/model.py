@@ -45,21 +45,21 @@ def make_model(
             stages_per_rank=parallel.stages_per_rank,
         )
         passes = StagedPasses(pipe, device)
-    for module in (*model.blocks, model):
-        fully_shard(
-            module,
-            mesh,
-            stage=parallel.stage,
-            reshard_after_forward=parallel.reshard_after_forward,
-            mp_policy=policy,
-            storage=parallel.storage,
-            offload_policy=CPUOffloadPolicy() if parallel.offload else None,
-            device=device,
-            cut=parallel.cut,
-            wire=parallel.wire,
-            wire_weights=parallel.wire_weights,
-            slices=config.train.slices,
-        )
+    fully_shard(  # one call: the storage is decided for the whole model
+        model,
+        mesh,
+        stage=parallel.stage,
+        reshard_after_forward=parallel.reshard_after_forward,
+        mp_policy=policy,
+        units=model.blocks,
+        storage=parallel.storage,
+        offload_policy=CPUOffloadPolicy() if parallel.offload else None,
+        device=device,
+        cut=parallel.cut,
+        wire=parallel.wire,
+        wire_weights=parallel.wire_weights,
+        slices=config.train.slices,
+    )
     if (hook := _hook(config)) is not None:
         compress_gradients(model, hook)
     if (what := parallel.checkpoint_activations) != "none" and len(model.blocks):  # a stage may have no block

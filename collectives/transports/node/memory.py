@@ -4,7 +4,11 @@
 - `empty`: one array per rank, which the other ranks can read. In a reduce-scatter each rank reads its part of every array once.
 
 The memory is a file in the node's shared-memory file system. Every rank maps it, and it is unlinked at once, so that no file remains
-however the job ends. MPI windows are not used because they do not survive a dead rank.
+however the job ends. MPI windows are not used because they do not survive a dead rank. One rank alone needs no file.
+
+[Note: or anonymous] The file system may be small (64 MB in a container), full, missing or read-only. What the library needs for its own
+work, and for data that each rank would otherwise read for itself, then lies in an anonymous file (anonymous.py): with the same
+algorithms, bits and speed. The arrays of callers are an error instead, because an anonymous file takes memory that no folder limits.
 """
 
 import logging
@@ -24,37 +28,58 @@ from uuid import uuid4
 import numpy as np
 
 from collectives.arrays.buffer import address_of
+from collectives.cgroup import MORE_MEMORY
 from collectives.diagnosis.together import together
 from collectives.files import open_new
 from collectives.texts import show_bytes
+from collectives.transports.node import anonymous
 
 _ALIGN = mmap.PAGESIZE
 _log = logging.getLogger("collectives")
 
+_LARGER = "make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more"
+_OTHER = "set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
+
 
 def folder() -> Path:
     """The folder of the shared-memory files: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
-    chosen = os.environ.get("MPITRAIN_SHM_DIR", "/dev/shm")
-    return Path(chosen if "MPITRAIN_SHM_DIR" in os.environ or os.path.isdir(chosen) else gettempdir())
+    chosen = os.environ.get("MPITRAIN_SHM_DIR")  # empty: as if it were unset
+    return Path(chosen or ("/dev/shm" if os.path.isdir("/dev/shm") else gettempdir()))
 
 
 def room() -> int:
+    """The bytes that this process can still put into `folder`: 0 if it cannot make a file there, and no more than it may take."""
+    return min(_free(), anonymous.available_bytes())
+
+
+def remedy(nbytes: int) -> str:
+    """What a user may do who lacks room for `nbytes`."""
+    if anonymous.available_bytes() < nbytes:
+        return MORE_MEMORY
+    return _LARGER if _is_usable() else _OTHER
+
+
+def _is_usable() -> bool:
+    """Whether this process can make files in `folder`. In a read-only file system it cannot."""
+    return os.access(folder(), os.W_OK | os.X_OK)
+
+
+def _free() -> int:
     """The bytes that are free in `folder`; 0 if this process cannot make a file there."""
     try:
         there = os.statvfs(folder())
     except OSError:
         return 0
-    is_usable = not there.f_flag & os.ST_RDONLY and os.access(folder(), os.W_OK | os.X_OK)
-    return there.f_bavail * there.f_frsize if is_usable else 0
+    return there.f_bavail * there.f_frsize if _is_usable() else 0
 
 
 _said: set[str] = set()
 
 
-def say_short(rank: int, text: str) -> None:
+def say_short(rank: int, text: str, log: logging.Logger = _log) -> None:
     """Print, on rank 0 of those that lack node memory, what they do without it, each thing once in a process. `text`: WHAT: WHY."""
     what = text.partition(":")[0]
-    _log.log(logging.INFO if rank or what in _said else logging.WARNING, "%s", text)
+    log.log(logging.INFO if rank or what in _said else logging.WARNING, "%s", text)
     _said.add(what)
 
 
@@ -98,18 +123,37 @@ class NodeMemory:
         self._listeners[:] = [other for other in self._listeners if other() is not None]
         self._listeners.append(weakref.WeakMethod(listener))
 
-    def shared(self, nbytes: int) -> np.ndarray:
-        """`nbytes` bytes of zeros, the same memory on every rank."""
-        return self._map(nbytes, stride=0)[:nbytes]
+    def shared(self, nbytes: int, *, or_anonymous: bool = False) -> np.ndarray:
+        """`nbytes` bytes of zeros, the same memory on every rank. `or_anonymous`: see [Note: or anonymous]."""
+        return self._map(nbytes, stride=0, or_anonymous=or_anonymous)[:nbytes]
 
-    def empty(self, nbytes: int) -> np.ndarray:
-        """`nbytes` bytes of zeros for this rank, which the other ranks can read."""
+    def empty(self, nbytes: int, *, or_anonymous: bool = False) -> np.ndarray:
+        """`nbytes` bytes of zeros for this rank, which the other ranks can read. `or_anonymous`: as of `shared`."""
         stride = max(-(-nbytes // _ALIGN), 1) * _ALIGN
         start = self._mpi.rank * stride
-        return self._map(stride * self._mpi.size, stride)[start : start + nbytes]
+        return self._map(stride * self.size, stride, or_anonymous=or_anonymous)[start : start + nbytes]
 
-    def _map(self, nbytes: int, stride: int) -> np.ndarray:
-        mpi, length = self._mpi, max(nbytes, 1)
+    def check_room(self, nbytes: int) -> None:
+        """OSError on all ranks if now there is neither room for `nbytes` in the folder nor anonymous memory. Collective."""
+        if self.size > 1 and self._mpi.bcast(_free() < nbytes):
+            self._map_anonymous(1, f"{folder()} has too little room for {show_bytes(nbytes)}; {remedy(nbytes)}")
+
+    def _map(self, nbytes: int, stride: int, *, or_anonymous: bool) -> np.ndarray:
+        length = max(nbytes, 1)
+        if self.size == 1:
+            return self._add(mmap.mmap(-1, length), stride)  # of the kind that forked processes share, too
+        try:
+            mapping = self._map_file(length, nbytes)
+        except OSError as error:  # on all ranks
+            if not or_anonymous:
+                raise
+            mapping = self._map_anonymous(length, str(error))
+            _log.info("anonymous memory in place of a file: %s", error)
+        return self._add(mapping, stride)
+
+    def _map_file(self, length: int, nbytes: int) -> mmap.mmap:
+        """Map a new file of the folder. `nbytes`: what was asked for. OSError on all ranks if it has no room, or cannot be made."""
+        mpi = self._mpi
         proposal = folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"
         path, length_0 = mpi.bcast((str(proposal), length))
         fd = -1
@@ -123,9 +167,8 @@ class NodeMemory:
                     os.ftruncate(fd, length)
             with together(mpi, doing):
                 fd = os.open(path, os.O_RDWR) if fd < 0 else fd
-                # Each rank reserves the part that it will use most, so that the pages lie near its cores. If the file system is
-                # full, reserving fails here; without it a later write to the mapping would end the process with SIGBUS.
-                begin, end = (length * (mpi.rank + i) // mpi.size for i in (0, 1))
+                # If the file system is full, reserving fails here; without it a later write would end the process with SIGBUS.
+                begin, end = self._part(length)
                 self._reserve(fd, begin, end - begin)
                 mapping = mmap.mmap(fd, length)
         finally:
@@ -135,8 +178,39 @@ class NodeMemory:
             if mpi.rank == 0:
                 with suppress(OSError):  # it may not be there, and the folder may be read-only
                     Path(path).unlink()
+        return mapping
+
+    def _map_anonymous(self, length: int, why: str) -> mmap.mmap:
+        """Map a new anonymous file of rank 0. OSError on all ranks if one of them cannot. `why`: there is no file in the folder."""
+        mpi, fd, place = self._mpi, -1, None
+        doing = f"{why}; nor is there anonymous memory"
+        try:
+            with together(mpi, doing):
+                if mpi.rank == 0:
+                    fd = anonymous.make(length)
+                    place = anonymous.place_of(fd)
+            place = mpi.bcast(place)
+            with together(mpi, doing):
+                fd = anonymous.open_at(place) if fd < 0 else fd
+                begin, end = self._part(length)
+                if begin < end:
+                    os.posix_fallocate(fd, begin, end - begin)
+                mapping = mmap.mmap(fd, length)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return mapping
+
+    def _part(self, length: int) -> tuple[int, int]:
+        """The bytes that this rank reserves: those that it will use most, so that the pages lie near its cores."""
+        begin, end = (length * (self._mpi.rank + i) // self.size for i in (0, 1))
+        return begin, end
+
+    def _add(self, mapping: mmap.mmap, stride: int) -> np.ndarray:
+        """Keep account of a new mapping, and return all of it."""
+        length = len(mapping)
         flat = np.frombuffer(mapping, np.uint8)
-        _shares[mapping] = length // mpi.size
+        _shares[mapping] = length // self.size
         self._num_allocated += 1
         # The callback refers only to the list: a reference to this object would be a cycle.
         mapped = weakref.ref(mapping, partial(_tell, self._listeners))
@@ -153,9 +227,7 @@ class NodeMemory:
         try:
             return open_new(path, 0o600)
         except OSError as error:  # the folder is not there, or read-only
-            raise type(error)(
-                f"{error}; set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
-            ) from None
+            raise type(error)(f"{error}; {_OTHER}") from None
 
     @staticmethod
     def _reserve(fd: int, start: int, length: int) -> None:
@@ -166,8 +238,7 @@ class NodeMemory:
         except OSError as error:
             free = os.fstatvfs(fd)
             raise OSError(
-                f"{error.strerror}: {show_bytes(free.f_bavail * free.f_frsize)} are free; make it larger, "
-                "or set MPITRAIN_SHM_DIR to a folder in memory that has more"
+                f"{error.strerror}: {show_bytes(free.f_bavail * free.f_frsize)} are free; {_LARGER}"
             ) from None
 
     def peers(self, flat: np.ndarray) -> list[np.ndarray]:

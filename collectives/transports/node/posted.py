@@ -60,7 +60,7 @@ class Posts:
     def __init__(self, mpi: Any, memory: NodeMemory) -> None:
         self._rank, self._size, self._memory = mpi.rank, mpi.size, memory
         lengths = [*[WORDS * mpi.size] * 3, _SLOTS * mpi.size * _SAID]
-        words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths))).cast("Q")  # type: ignore[arg-type]
+        words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths), or_anonymous=True)).cast("Q")  # type: ignore[arg-type]
         *meetings, self._board = (words[slice(*part)] for part in parts(lengths))
         self.posted, self.read, self.barriers = (Meeting(mpi, words) for words in meetings)
         self._number = 0  # of the last operation

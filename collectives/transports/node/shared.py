@@ -99,7 +99,7 @@ class Shared(ByPulling):
         self._memory, self._staged = memory, staged
         # Two boards, used in turn: a rank that meets for the next operation has read the board of this operation.
         lengths = [WORDS * mpi.size, _SAID * mpi.size, _SAID * mpi.size]
-        words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths))).cast("Q")  # type: ignore[arg-type]
+        words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths), or_anonymous=True)).cast("Q")  # type: ignore[arg-type]
         meeting, *self._boards = (words[slice(*part)] for part in parts(lengths))
         self._meet = Meeting(mpi, meeting).meet
         self._readers = peer_readers(mpi)

@@ -18,13 +18,12 @@ from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import reduce_into
 from collectives.transports.node import pulls as exchanges
 from collectives.transports.node.meeting import WORDS, Meeting
-from collectives.transports.node.memory import NodeMemory, say_short
+from collectives.transports.node.memory import NodeMemory
 from collectives.transports.node.pulls import ByPulling, Pull
 from collectives.transports.transport import even_parts, parts
 
 _RING_BYTES = 2 << 20  # of one rank
 _NODE_BYTES = 64 << 20  # the most for all ranks of a node
-_LESS_BYTES = 1 << 18  # of one rank's ring where node memory has too little room for the others
 _PIECES = 2  # pieces of the greatest length in a ring
 # Up to this sum of all ranks' arrays each rank adds whole arrays. Above it each rank adds a slice, which takes a second meeting. Two
 # ranks always add whole arrays, because slices would save no reads; but not in fp16 and bf16, whose addition costs more than reads.
@@ -59,16 +58,14 @@ class Staged(ByPulling):
     def __init__(self, mpi: Any) -> None:
         self._rank, self._size = mpi.rank, mpi.size
         self._memory = NodeMemory(mpi)
-        # The smallest rings are there from the start, so that no later call lacks memory: see `_make_rings`. A piece of them holds an
-        # element of 16 bytes for each rank.
-        least = _PLACES * _step(_PIECES * 16 * mpi.size)
-        lengths = [8 * WORDS * mpi.size, *[least] * mpi.size]
-        board, *self._least = (self._memory.shared(sum(lengths))[slice(*part)] for part in parts(lengths))
+        board = self._memory.shared(8 * WORDS * mpi.size, or_anonymous=True)
         self._meet = Meeting(mpi, memoryview(board).cast("Q")).meet  # type: ignore[arg-type]
         self._step = self._ring_bytes = 0  # bytes from place to place, and of a ring
         self._next = 0  # byte of the ring where the next piece may begin; the same on all ranks
         self._rings: list[np.ndarray] = []  # all ranks' rings, allocated at the first use
         self._views: dict[np.dtype, list[np.ndarray]] = {}  # the rings as elements of a dtype
+        # Ranks that will have no rings must know it now, and use other algorithms.
+        self._memory.check_room(ring_bytes(mpi.size) * mpi.size)
 
     # The operations that are not in `ByPulling`
 
@@ -210,17 +207,10 @@ class Staged(ByPulling):
             yield start, min(width, length - start)
 
     def _make_rings(self) -> None:
-        """Make all ranks' rings: shorter ones where node memory has become short, which changes no sum. Collective."""
-        most = ring_bytes(self._size)
-        for nbytes in (most, min(_LESS_BYTES, most)):
-            try:
-                rings = self._memory.peers(self._memory.empty(_PLACES * _step(nbytes)))
-                break
-            except OSError as error:  # on all ranks
-                say_short(self._rank, f"collectives on this node take more and shorter steps: {error}")
-        else:
-            rings = self._least
-        self._rings, self._step, self._ring_bytes = rings, rings[0].nbytes // _PLACES, rings[0].nbytes
+        """Make all ranks' rings. Collective."""
+        mine = self._memory.empty(_PLACES * _step(ring_bytes(self._size)), or_anonymous=True)
+        self._rings = rings = self._memory.peers(mine)
+        self._step, self._ring_bytes = rings[0].nbytes // _PLACES, rings[0].nbytes
 
     def _places(self, dtype: np.dtype, length: int) -> list[np.ndarray]:
         """The place of each rank's next piece of `length` elements, which `_pieces` has given."""

@@ -157,8 +157,10 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
     nodes = [ranks[first : first + on_node] for first in range(0, num_ranks, on_node)]
     sums = [{kind: sum(rank[kind] for rank in node) for kind in KINDS} for node in nodes]
     most = max(sums, key=lambda node: sum(node.values()))
-    in_shared = most["data"] + most["gradient buffers"] + most["shared activations"] + rings * on_node
-    in_shared += most["copies"]
+    in_shared = most["copies"]
+    if on_node > 1:  # one rank shares nothing
+        in_shared += most["data"] + most["gradient buffers"] + most["shared activations"] + rings * on_node
+        in_shared += most["full parameters"] if storage == "resident" else 0
     return Prediction(
         num_ranks=num_ranks,
         num_nodes=num_nodes,
@@ -166,7 +168,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
         storage=storage,
         rank=max(ranks, key=lambda rank: sum(rank.values())),
         node=most,
-        shared=in_shared + (most["full parameters"] if storage == "resident" else 0),
+        shared=in_shared,
     )
 
 

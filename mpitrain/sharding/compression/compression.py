@@ -245,7 +245,7 @@ class Compression:
         if device.type != "cpu":
             return torch.empty(numel, device=device)
         if self._room is None or self._room.numel() < numel:
-            (self._room,) = host_arrays(self.local, torch.float32, numel, 1)
+            self._room = host_arrays(self.local, torch.float32, numel, 1)[0]
         return self._room[:numel]
 
     def _first_round(self, own: Sequence[_Gradient]) -> list[torch.Tensor]:

@@ -12,6 +12,9 @@ REMEDY = "build the same model on all ranks and shard it with the same arguments
 def described(module: nn.Module, options: Options) -> list[str]:
     """One line for each argument, parameter and buffer that must be the same on all ranks."""
     lines = [f"a module {kind_of(module).__name__}", *options.described()]
+    if not isinstance(options.units, str):
+        units = {id(unit) for unit in options.units}
+        lines += [f"a unit {name}" for name, part in module.named_modules() if id(part) in units]
     ignored = options.ignored
     names: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

@@ -27,7 +27,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: CPUOffloadPolicy | None
     ignored_params: Iterable[nn.Parameter] | None  # a tuple after `__post_init__`
-    units: str
+    units: str | Iterable[nn.Module]  # a tuple after `__post_init__`
     storage: str
     prefetch_bytes: int | None
     device: torch.device | str | None
@@ -63,8 +63,7 @@ class Options:
             raise ValueError(f"fully_shard: storage is {self.storage!r}; expected 'auto', 'resident' or 'private'")
         if self.cut not in ("rows", "parameters"):
             raise ValueError(f"fully_shard: cut is {self.cut!r}; expected 'rows' or 'parameters'")
-        if self.units not in ("auto", "one"):
-            raise ValueError(f"fully_shard: units is {self.units!r}; expected 'auto' or 'one'")
+        object.__setattr__(self, "units", _units(self.units))
         for name in ("wire", "wire_weights"):
             object.__setattr__(self, name, network_format(getattr(self, name), f"fully_shard: {name}"))
         if type(self.slices) is not int or self.slices < 0 or self.slices.bit_count() > 1:
@@ -104,10 +103,22 @@ class Options:
                 value = dict(value.axes) if isinstance(value, Mesh) else "the ranks of a communicator"
             elif field.name == "device":
                 value = None if value is None else value.type  # each rank has its own GPU
-            elif field.name == "ignored_params":
-                continue  # described in the line of each parameter
+            elif field.name == "ignored_params" or (field.name == "units" and not isinstance(value, str)):
+                continue  # described in lines of their own
             words.append(f"{field.name}={value!r}")
         return words
+
+
+def _units(units: Any) -> str | tuple[nn.Module, ...]:
+    if isinstance(units, str) or not isinstance(units, Iterable):
+        if units not in ("auto", "one"):
+            raise ValueError(f"fully_shard: units is {units!r}; expected 'auto', 'one' or modules")
+        return str(units)
+    units = tuple(units)
+    for unit in units:
+        if not isinstance(unit, nn.Module):
+            raise TypeError(f"fully_shard: units has {_shown(unit)}; expected only modules, as in units=model.blocks")
+    return units
 
 
 def _ignored(params: Any) -> tuple[nn.Parameter, ...]:
@@ -169,6 +180,26 @@ def check_module(module: Any) -> None:
                 f"fully_shard: {name} has no shape yet, as in a lazy module (LazyLinear) before its first forward; run the model "
                 "once before fully_shard, or give the sizes (Linear)"
             )
+
+
+def check_units(module: nn.Module, options: Options) -> None:
+    """ValueError for modules that cannot be units within `module`."""
+    if isinstance(options.units, str):
+        return
+    names = {id(part): name for name, part in module.named_modules() if name}
+    earlier: set[int] = set()
+    for unit in options.units:
+        check_module(unit)
+        if id(unit) not in names:
+            raise ValueError(
+                f"fully_shard: units has a {type(unit).__name__} that is not within the {type(module).__name__}; expected parts of it, "
+                "as in units=model.blocks"
+            )
+        if id(unit) in earlier:
+            raise ValueError(
+                f"fully_shard: units has {names[id(unit)]} twice, or after a module around it; expected inner modules first"
+            )
+        earlier |= {id(part) for part in unit.modules()}
 
 
 def check_dtypes(module: nn.Module, options: Options) -> None:

@@ -1,24 +1,36 @@
 """Whether the nodes have room for resident storage: decided before a shard is made, and alike on all ranks that have the same units.
 
-What is counted: the full parameters of the new units, the gradient buffers of all units of the model so far, and the rings of the
-collectives. python -m mpitrain memory counts by the same functions. Other jobs may take the memory later: then `fully_shard`
-(api.py), the reducer (step/reducer.py) and the collectives use other memory, each when it lacks some.
+What is counted: the full parameters of the new units, the gradient buffers of these units and of those within the module so far, and
+the rings of the collectives, each only where several ranks of a node share it. python -m mpitrain memory counts them by the same
+functions; it also counts what is not known here: the text, the activations of tensor-parallel ranks, copies of the state. Gradient
+buffers, rings and these activations find other memory if another job takes the room later.
+
+[Note: room of stages] The stages of a pipeline are sharded in calls of their own, in any order. A call must not see the room that
+others have left by chance. So the room is noted before a stage takes some of it, and each call takes the needs of all stages from the
+note.
 """
 
+import logging
 import platform
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from collectives import Communicator
 from collectives.texts import show_bytes
-from collectives.transports.node.memory import folder, room, say_short
+from collectives.transports.node.memory import folder, remedy, room, say_short
 from collectives.transports.node.staged import ring_bytes
+from mpitrain.parts import stages_of
 from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
 from mpitrain.sharding.unit.host_arrays import gradient_buffers
 from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
+
+_log = logging.getLogger("mpitrain")
+_left: "WeakKeyDictionary[Communicator, int]" = WeakKeyDictionary()  # of pipelines: see [Note: room of stages]
 
 
 class NewUnit(NamedTuple):
@@ -28,31 +40,47 @@ class NewUnit(NamedTuple):
     policy: MixedPrecisionPolicy
 
 
-def lacks_room(new: Iterable[NewUnit], made: Iterable[Unit], ranks: DataParallelRanks) -> bool:
+class _Need(NamedTuple):
+    """A rank's share of the node memory, in bytes. `full`: for the new full parameters. `others`: for all else."""
+
+    full: int
+    others: int
+
+
+def note_room(stages: Communicator) -> None:
+    """Note the room of this node before the model is sharded whose stages the ranks of `stages` have: see [Note: room of stages]."""
+    _left[stages] = room()
+
+
+def lacks_room(
+    new: Sequence[NewUnit], made: Iterable[Unit], ranks: DataParallelRanks, *, has_slices: bool = False
+) -> bool:
     """Whether a node has too little node memory for the units of `new`, if they are resident. Collective over `ranks.all_holders`.
 
-    `made`: the units that exist, whose gradient buffers are made at the first forward. The same on all ranks; one rank says it.
+    `made`: the units within the module, whose gradient buffers are made at the first forward. The same on all ranks; one says it.
     """
+    stages = stages_of(param for unit in new for param in unit.params)
     everyone, holders = ranks.everyone.node.size, ranks.all_holders.node
-    of_ranks = holders.all_gather_object((_need(new, made, ranks), room()))
-    # Other stages of a pipeline shard their parts in calls of their own: they are taken to need as much.
-    need = sum(need for need, _ in of_ranks) * everyone // holders.size
+    noted = None if stages is None else _left.get(stages)
+    mine = _need(new, made, ranks, has_slices=has_slices), room() if noted is None else noted
+    of_ranks = holders.all_gather_object(mine)
+    # Other stages of a pipeline are taken to need as much.
+    full, others = (sum(each) * everyone // holders.size for each in zip(*(need for need, _ in of_ranks), strict=True))
     free = min(free for _, free in of_ranks)
     problem = ""
-    if need > free:
-        problem = f"{folder()} on {platform.node()} has {show_bytes(free)} of room, and {show_bytes(need)} are expected"
+    if full + others > free:
+        problem = f"{folder()} on {platform.node()} has {show_bytes(free)} of room, and {show_bytes(full + others)} are expected, "
+        problem += f"gradient buffers included; {remedy(full + others)}"
     problems = [each for each in ranks.all_holders.all_gather_object(problem) if each]
     if problems:
-        say_short(
-            ranks.all_holders.rank,
-            f"fully_shard: full parameters are in private memory, a copy for each rank: {problems[0]}, gradient buffers included; "
-            "make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more",
-        )
+        said = f"fully_shard: full parameters are in private memory, a copy for each rank: {problems[0]}"
+        say_short(ranks.all_holders.rank, said, _log)
+    elif stages is not None and noted is not None:
+        _left[stages] = noted - full
     return bool(problems)
 
 
-def _need(new: Iterable[NewUnit], made: Iterable[Unit], ranks: DataParallelRanks) -> int:
-    """This rank's share of the node memory, in bytes."""
+def _need(new: Iterable[NewUnit], made: Iterable[Unit], ranks: DataParallelRanks, *, has_slices: bool) -> _Need:
     full = 0
     gradients: dict[torch.dtype, list[int]] = {}
     for unit in made:
@@ -68,9 +96,17 @@ def _need(new: Iterable[NewUnit], made: Iterable[Unit], ranks: DataParallelRanks
                 numels[reduce_dtype] = numels.get(reduce_dtype, 0) + param.numel()
         for dtype, numel in numels.items():
             gradients.setdefault(dtype, []).append(numel)
-    need = full // ranks.wired.weights.node.size
-    if ranks.data_parallel.size > 1:  # otherwise the gradients of the parameters become those of the shards
+    others = ring_bytes(ranks.everyone.node.size)
+    if _readers(ranks, has_slices=has_slices).node.size > 1:
         for dtype, of_each in gradients.items():
             count, longest = gradient_buffers(of_each)
-            need += count * longest * dtype.itemsize
-    return need + ring_bytes(ranks.everyone.node.size)
+            others += count * longest * dtype.itemsize
+    num_beside = ranks.wired.weights.node.size
+    return _Need(full // num_beside if num_beside > 1 else 0, others)
+
+
+def _readers(ranks: DataParallelRanks, *, has_slices: bool) -> Communicator:
+    """The ranks that read a gradient buffer of each other, as in step/reducer.py."""
+    if has_slices:
+        return ranks.data_parallel
+    return ranks.shard if ranks.shard.size > 1 else ranks.replicate

@@ -114,7 +114,7 @@ class Reducer:
             (peers, dtype), (count, longest) = kind, gradient_buffers(of_each)
             there = self._buffers.get(kind)
             if there is None or len(there) < count or there[0].numel() < longest:
-                self._buffers[kind] = host_arrays(peers, dtype, longest, count)
+                self._buffers[kind] = deque(host_arrays(peers, dtype, longest, count))
 
     @staticmethod
     def _kind(ranks: DataParallelRanks, gradients: Gradients) -> tuple[Communicator, torch.dtype]:

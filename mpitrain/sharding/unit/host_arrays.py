@@ -1,6 +1,6 @@
-"""The arrays of gradients in host memory: in memory that the ranks of a node share, as long as it has room."""
+"""The arrays of gradients in host memory, which the other ranks of the node can read."""
 
-from collections import deque
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +9,7 @@ from collectives import Communicator
 from collectives.transports.node.memory import say_short
 
 _NUM_BUFFERS = 2  # they take turns: see [Note: gradient buffers] in step/reducer.py
+_log = logging.getLogger("mpitrain")
 
 
 def gradient_buffers(numels: Sequence[int]) -> tuple[int, int]:
@@ -16,20 +17,13 @@ def gradient_buffers(numels: Sequence[int]) -> tuple[int, int]:
     return min(len(numels), _NUM_BUFFERS), max(numels, default=0)
 
 
-def host_arrays(peers: Communicator, dtype: torch.dtype, numel: int, count: int) -> deque[torch.Tensor]:
+def host_arrays(peers: Communicator, dtype: torch.dtype, numel: int, count: int) -> list[torch.Tensor]:
     """`count` arrays of zeros, which the other ranks of the node can read. Collective over `peers`.
 
-    If a node has no room, all ranks get private arrays, whose reductions have the same bits and take longer.
+    Where a node has no memory that its ranks can share, they are private there.
     """
-    arrays: deque[torch.Tensor] = deque()
-    problem = ""
     try:
-        arrays.extend(peers.node.empty(numel, dtype) for _ in range(count))
+        return [peers.node.empty(numel, dtype, or_anonymous=True) for _ in range(count)]
     except OSError as error:  # on all ranks of the node
-        problem = str(error)
-    # The ranks choose the algorithm of a reduction by the memory, so it is of one kind on all nodes.
-    problems = [each for each in peers.all_gather_object(problem) if each] if peers.num_nodes > 1 else [problem]
-    if not any(problems):
-        return arrays
-    say_short(peers.rank, f"gradients are reduced from private memory: {problems[0]}")
-    return deque(torch.zeros(numel, dtype=dtype) for _ in range(count))
+        say_short(peers.node.rank, f"gradients are reduced from private memory: {error}", _log)
+        return [torch.zeros(numel, dtype=dtype) for _ in range(count)]

@@ -13,14 +13,16 @@ from pretended_hosts import on_hosts
 from collectives import Communicator, on_all_ranks
 from collectives.arrays.buffer import as_numpy, is_torch
 from collectives.arrays.dtypes import TABLE
+from collectives.transports.node import anonymous
 from collectives.transports.node.memory import NodeMemory, folder
 
 pytestmark = pytest.mark.one_node
 
 
 def mapped() -> list[str]:
-    """This process's mappings of node memory. MPI has files in a folder whose name begins so, too."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if re.search(r"/mpitrain-\d+-", line)]
+    """This process's mappings of node memory, on one rank without a file. MPI has files in a folder whose name begins so, too."""
+    kinds = re.compile(r"/mpitrain-\d+-|/dev/zero \(deleted\)|/memfd:mpitrain")
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if kinds.search(line)]
 
 
 def test_shared_is_one_memory_in_the_library_of_the_dtype(comm: Communicator) -> None:
@@ -199,8 +201,12 @@ def test_a_folder_that_cannot_be_used_is_an_error_on_all_ranks(
     comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPITRAIN_SHM_DIR", str(shared_tmp / "not-there"))
-    with pytest.raises(FileNotFoundError, match=r"cannot share 100 B of node memory in .*not-there: .*No such file"):
-        comm.shared(100, np.uint8)
+    for allocate in (comm.shared, comm.empty):
+        if comm.size == 1:  # needs no folder
+            assert allocate(100, np.uint8).sum() == 0
+            continue
+        with pytest.raises(FileNotFoundError, match=r"cannot share .* of node memory in .*not-there: .*No such file"):
+            allocate(100, np.uint8)
     monkeypatch.setenv("MPITRAIN_SHM_DIR", str(shared_tmp))
     x = comm.shared(100, np.uint8)
     x[comm.rank] = 1
@@ -211,35 +217,75 @@ def test_a_folder_that_cannot_be_used_is_an_error_on_all_ranks(
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("room", [0, 20_000, 400_000])
-@pytest.mark.parametrize("reads", ["0", "1"])
-def test_collectives_of_plain_arrays_do_without_room(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch, room: int, reads: str
+@pytest.mark.parametrize("room", ["missing", "boards", "nothing"])
+def test_collectives_without_a_folder_have_the_same_bits(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, room: str
 ) -> None:
-    """With no room at all, with room for the boards, and with room for shorter rings: the same bits as with enough."""
-    monkeypatch.setenv("MPITRAIN_PEER_READS", reads)
-    reserve = NodeMemory._reserve
-    given = np.random.default_rng(comm.rank).standard_normal(1 << 18).astype(np.float32)
+    """Without a folder, or with room for boards alone, by the same algorithms in anonymous memory; without any memory by MPI."""
+    reserve, rng = NodeMemory._reserve, np.random.default_rng(comm.rank)
+    given = rng.standard_normal(1 << 18).astype(np.float32)
 
-    def reduced(algorithm: str) -> list[np.ndarray]:
+    def reduced() -> tuple[list[np.ndarray], tuple[str, ...]]:
         group = Communicator(comm.mpi.Dup())
-        total = group.all_reduce(given.copy(), algorithm=algorithm)
+        total = group.all_reduce(given.copy())
         out, part = np.empty(given.size * comm.size, np.float32), np.empty(8, np.float32)
         group.all_gather(out, given)
         group.reduce_scatter(part, given[: 8 * comm.size].copy())
+        half = group.all_reduce(torch.from_numpy(given[:1000]).to(torch.bfloat16)).float().numpy()
+        mine = group.empty(given.size, np.float32, or_anonymous=True) if room != "nothing" else given.copy()
+        mine[:] = given
+        group.all_reduce(mine)
+        names = group.algorithms("all_reduce")
         group.free()
-        return [total, out, part]
-
-    expected = reduced("staged")
+        return [total, out, part, half, mine.copy()], names
 
     def short(fd: int, start: int, length: int) -> None:
-        if start + length > room:
+        if start + length > 20_000:
             raise OSError("No space left on device")
         reserve(fd, start, length)
 
-    monkeypatch.setattr(NodeMemory, "_reserve", staticmethod(short))
-    for one, other in zip(expected, reduced("staged" if room else "auto"), strict=True):
-        if room or comm.size == 2:
-            assert np.array_equal(one, other)
-        else:
+    def refuse(place: anonymous.Place) -> int:
+        raise PermissionError(f"Permission denied: {place.path}")
+
+    expected, names = reduced()
+    if room == "boards":
+        monkeypatch.setattr(NodeMemory, "_reserve", staticmethod(short))
+    else:
+        monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
+    if room == "nothing":
+        monkeypatch.setattr(anonymous, "open_at", refuse)
+    found, names_now = reduced()
+    if room == "nothing":
+        assert names_now == tuple(name for name in names if name not in ("shared", "staged"))
+        for one, other in zip(expected[:3], found, strict=False):
             np.testing.assert_allclose(one, other, atol=1e-5)  # MPI adds in an order of its own
+    else:
+        assert names_now == names
+        assert all(map(np.array_equal, expected, found))
+
+
+@pytest.mark.ranks(2)
+def test_anonymous_memory_is_the_same_on_all_ranks_or_an_error_on_all(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
+    before = len(mapped())
+    x = comm.shared((comm.size, 1 << 20), np.uint8, or_anonymous=True)
+    x[comm.rank] = comm.rank + 1
+    comm.barrier()
+    assert len(mapped()) == before + 1 and x.min(1).tolist() == [1, 2]
+    # The number of another process in this container, and a machine without that much memory.
+    elsewhere = anonymous.Place(f"/proc/{os.getpid()}/fd/0", 0, 0)
+    for name, value, why in [
+        ("place_of", lambda fd: elsewhere, "/fd/0 is another file here"),
+        ("available_bytes", lambda: 1 << 10, "1 KiB of memory are available"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(anonymous, name, value)
+            with pytest.raises(
+                OSError, match=rf"in /not-there: .*; set MPITRAIN_SHM_DIR .*; nor is there .*: .*{why}"
+            ) as caught:
+                comm.shared(4096, np.uint8, or_anonymous=True)
+            assert on_all_ranks(caught.value)
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", "")
+    assert str(folder()) == "/dev/shm", "an empty value is none"

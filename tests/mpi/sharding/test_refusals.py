@@ -52,6 +52,9 @@ X = torch.ones(3, 4)
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy is torch.bfloat16; expected a mpitrain.MixedPrecisionPolicy"),
         ({"ignored_params": ["head.weight"]}, TypeError, "has 'head.weight'; expected only parameters"),
         ({"ignored_params": "head.weight"}, TypeError, "is 'head.weight'; expected a list of parameters"),
+        ({"units": "each"}, ValueError, "units is 'each'; expected 'auto', 'one' or modules"),
+        ({"units": ["blocks"]}, TypeError, "units has 'blocks'; expected only modules"),
+        ({"units": [nn.Linear(2, 2)]}, ValueError, "a Linear that is not within the Net; expected parts of it"),
         ({"ignored_params": nn.Parameter(torch.ones(2))}, TypeError, r"a tensor of shape \(2,\); expected a list"),
     ],
 )  # fmt: skip

@@ -1,15 +1,24 @@
 """Resident storage is chosen only where all nodes have room, before a shard is made; what lacks memory later does without."""
 
+from contextlib import ExitStack
+from pathlib import Path
+
 import pytest
 import torch
 from pretended_hosts import on_hosts
 from torch import nn
 
+import mpitrain
 from collectives import Communicator
+from collectives.transports.node import anonymous
 from collectives.transports.node.memory import NodeMemory
 from mpitrain import fully_shard
+from mpitrain.chaos.disk import small_disk
+from mpitrain.config import parse
 from mpitrain.sharding.setup import room as room_of_nodes
 from mpitrain.sharding.unit.registry import units_of
+from mpitrain.stages import StagePlan, pipeline
+from mpitrain.train.model import make_model
 
 WIDTH = 128
 FULL_BYTES = 2 * 4 * (WIDTH * WIDTH + WIDTH)
@@ -28,10 +37,14 @@ def trained(comm: Communicator, stage: int, storage: str = "auto") -> tuple[set[
         optimizer.zero_grad()
     with torch.no_grad():
         out = model(torch.ones(1, WIDTH))
-    return {flat.storage.kind for unit in units_of(model) for flat in unit.flats}, out
+    return kinds_of(model), out
 
 
-@pytest.mark.ranks(2, 3)
+def kinds_of(model: nn.Module) -> set[str]:
+    return {flat.storage.kind for unit in units_of(model) for flat in unit.flats}
+
+
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_small_node_makes_all_private(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, stage: int, caplog: pytest.LogCaptureFixture
@@ -50,24 +63,100 @@ def test_one_small_node_makes_all_private(
     hosts.free()
 
 
-@pytest.mark.ranks(2)
-def test_gradient_buffers_are_counted_and_may_be_private(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.ranks(3)
+def test_gradient_buffers_are_counted_and_find_other_memory(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, expected = trained(comm, 3)
-    rings = 2 * room_of_nodes.ring_bytes(2)
+    rings = 3 * room_of_nodes.ring_bytes(3)
     monkeypatch.setattr(room_of_nodes, "room", lambda: rings + FULL_BYTES)  # for the parameters alone
     assert trained(comm, 3)[0] == {"gathered"}
     # For both: each rank has two buffers for the larger unit.
-    monkeypatch.setattr(room_of_nodes, "room", lambda: rings + 3 * FULL_BYTES)
+    monkeypatch.setattr(room_of_nodes, "room", lambda: rings + 4 * FULL_BYTES)
     assert trained(comm, 3)[0] == {"resident"}
     reserve = NodeMemory._reserve
 
     def short(fd: int, start: int, length: int) -> None:
-        if (
-            start + length > FULL_BYTES // 2
-        ):  # another job has taken the memory: one unit fits, two ranks' buffers do not
+        # Another job has taken the memory: one unit fits, the ranks' buffers do not.
+        if start + length > FULL_BYTES // 2:
             raise OSError("No space left on device")
         reserve(fd, start, length)
 
+    def refuse(place: anonymous.Place) -> int:
+        raise PermissionError(f"Permission denied: {place.path}")
+
     monkeypatch.setattr(NodeMemory, "_reserve", staticmethod(short))
-    kinds, out = trained(comm, 3)
+    for is_private in (False, True):
+        if is_private:
+            monkeypatch.setattr(anonymous, "open_at", refuse)
+        kinds, out = trained(comm, 3)
+        assert kinds == {"resident"} and torch.equal(out, expected), is_private
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_alone_on_its_node_needs_no_folder(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = on_hosts(comm.mpi, [0, 1])
+    _, expected = trained(hosts, 1)
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
+    kinds, out = trained(hosts, 1)
     assert kinds == {"resident"} and torch.equal(out, expected)
+    hosts.free()
+
+
+@pytest.mark.ranks(2)
+def test_one_decision_for_the_whole_model_of_the_main_job(
+    comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks alone would fit into this file system."""
+    folder, why = shared_tmp / "shm", ""
+    with ExitStack() as mounted:
+        if comm.rank == 0:
+            try:
+                mounted.enter_context(small_disk(folder, 5500 << 10))
+            except PermissionError as error:
+                why = str(error)
+        if why := comm.broadcast_object(why):
+            pytest.skip(f"a small file system cannot be mounted here: {why}")
+        monkeypatch.setenv("MPITRAIN_SHM_DIR", str(folder))
+        words = (
+            "--model.width 64 --model.layers 8 --model.heads 2 --model.context 32 --train.batch 4 --parallel.bind false"
+        )
+        model, _ = make_model(parse(words.split()), mpitrain.mesh(comm), torch.device("cpu"))
+        assert len(units_of(model)) == 9 and kinds_of(model) == {"gathered"}
+        comm.barrier()
+
+
+class Stacked(nn.Module):
+    """Two blocks for a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("num_bytes", "stage", "kinds"),
+    [(4, 1, {"resident"}), (4, 3, {"resident"}), (3, 3, {"gathered", "resident"}), (2, 1, {"kept"})],
+)
+def test_stages_of_a_pipeline_see_one_room(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, num_bytes: int, stage: int, kinds: set[str]
+) -> None:
+    """Whatever an earlier stage has taken: the room counts from before the model was sharded. Of two calls the second sees the rest."""
+    mesh = mpitrain.mesh(comm, pp=2)
+    # A call is for half of each stage: its parameters are one FULL_BYTES, its gradients on four ranks two.
+    room = 4 * room_of_nodes.ring_bytes(4) + num_bytes * FULL_BYTES
+    monkeypatch.setattr(room_of_nodes, "room", lambda: room)
+    model = Stacked()
+    pipeline(model, mesh["pp"], micro_batches=2, plan=StagePlan((), "blocks", (), "x"), division=[1, 1])
+    monkeypatch.setattr(room_of_nodes, "room", lambda: 0)
+    (block,) = (block for block in model.blocks if next(block.parameters(), None) is not None)
+    for module in (*block, model):
+        fully_shard(module, mesh, stage=stage)
+    assert kinds_of(model) == kinds
+    mesh.free()

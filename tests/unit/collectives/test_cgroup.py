@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives.cgroup import Kills, groups_of, limit, smallest_limit, with_outer
+from collectives.cgroup import Kills, groups_of, limit, room, smallest_limit, with_outer
 from collectives.diagnosis.hangs.losses import knows_less, with_kill
 from collectives.diagnosis.ring.roster import Member, Roster
 
@@ -96,6 +96,26 @@ def test_the_groups_of_a_process_and_their_limit(
     found = groups_of(root=tmp_path)
     assert found == tuple(tmp_path / "sys/fs/cgroup" / each for each in expected)
     assert smallest_limit(found) == most
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        # Of 900 bytes 300 are copies of files, which the kernel drops. Shared memory is not among them.
+        ({"max": "1000", "current": "900", "stat": "anon 300\nshmem 300\ninactive_file 200\nactive_file 100"}, 400),
+        ({"max": "1000", "current": "1100", "stat": "inactive_file 0"}, 0),
+        ({"max": "1000"}, 1000),
+        ({"max": "max", "current": "900"}, None),
+        ({"limit_in_bytes": "1000", "usage_in_bytes": "900", "stat": "inactive_file 1\ntotal_inactive_file 250"}, 350),
+        ({"limit_in_bytes": ENDLESS, "usage_in_bytes": "900"}, None),
+    ],
+)
+def test_the_room_within_a_limit(files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+    inner, outer = tmp_path / "a/b", tmp_path / "a"
+    make(inner, {f"memory.{name}": text for name, text in files.items()})
+    make(outer, {"memory.max": "5000", "memory.current": "100"})
+    assert room([inner]) == expected
+    assert room([inner, outer]) == (4900 if expected is None else expected) and room([]) is None
 
 
 def test_without_cgroups_nothing_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Anonymous files (Linux's memfd): memory that processes of a node share without a folder.
+
+No file system limits them. They count as memory of the processes, so only the memory of the machine and the limit of a cgroup do. A
+process opens the file of another one by /proc. The kernel allows that to processes of the same user that see each other's numbers;
+ranks in containers with numbers of their own do not.
+"""
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from collectives import cgroup
+from collectives.texts import show_bytes
+
+
+class Place(NamedTuple):
+    """Where other processes find a file, and what tells it from any other."""
+
+    path: str
+    device: int
+    inode: int
+
+
+def make(nbytes: int) -> int:
+    """A new file of zeros, open. OSError if the memory or the kernel does not allow it."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has none")
+    if nbytes > (available := available_bytes()):
+        raise OSError(f"{show_bytes(available)} of memory are available")
+    fd = os.memfd_create("mpitrain")
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def place_of(fd: int) -> Place:
+    """The place of a file that this process has open."""
+    its = os.fstat(fd)
+    return Place(f"/proc/{os.getpid()}/fd/{fd}", its.st_dev, its.st_ino)
+
+
+def open_at(place: Place) -> int:
+    """Open the file of another process, which must have it open still. OSError if the kernel does not allow it."""
+    its = os.stat(
+        place.path
+    )  # before it is opened, because it may be anything: in containers a number may be another process's
+    if (its.st_dev, its.st_ino) != place[1:]:
+        raise OSError(f"{place.path} is another file here")
+    return os.open(place.path, os.O_RDWR)
+
+
+def available_bytes() -> int:
+    """The memory that this process may still take: of the machine, and within the limits of its cgroups."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) << 10
+    within = cgroup.room(cgroup.groups_of())
+    return available if within is None else min(available, within)
