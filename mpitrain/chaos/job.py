@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ckpt.commit.owner import start_time
 from collectives.processes import stat_fields
 from collectives.programs import python
-from mpitrain.elastic.supervisor.sessions import PLACE_PREFIX, VARIABLES
+from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES
 from mpitrain.monitor.reading.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"

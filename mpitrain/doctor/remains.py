@@ -12,7 +12,7 @@ from tempfile import gettempdir
 
 from collectives.transports.node import memory
 from mpitrain.elastic.copies.folders import own_folders
-from mpitrain.elastic.supervisor.sessions import PLACE_PREFIX, PREFIX, VARIABLES
+from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, PREFIX, VARIABLES
 
 _LEFT_S = 60.0  # a younger file may belong to a rank that is just making it
 

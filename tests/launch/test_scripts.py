@@ -17,7 +17,7 @@ from extent import FULL, extent
 from launching import ROOT, Result, clean_environment, is_open_mpi, run, session_processes
 from packaging.utils import canonicalize_name
 
-from mpitrain.elastic.supervisor.sessions import VARIABLES
+from mpitrain.elastic.supervisor.mpi_files.sessions import VARIABLES
 
 # What a rank does about signals, as mpitrain does: a handler first, then one look for an earlier request.
 STAND_IN = """

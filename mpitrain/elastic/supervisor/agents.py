@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
 from mpitrain.elastic.supervisor.hosts import is_own
-from mpitrain.elastic.supervisor.sessions import Found, Session, script
+from mpitrain.elastic.supervisor.mpi_files.sessions import Found, Session, script
 
 SWEEP = r"""
 begun() { stat=$(cat "/proc/$1/stat" 2>/dev/null) && set -- ${stat##*) } && echo "${20}"; }

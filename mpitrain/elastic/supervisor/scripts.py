@@ -14,7 +14,7 @@ from collections.abc import Callable
 from mpitrain.elastic.supervisor.agents import clean, parse_agent
 from mpitrain.elastic.supervisor.hosts import of_environment
 from mpitrain.elastic.supervisor.job import launcher_kind
-from mpitrain.elastic.supervisor.sessions import Session, Sessions, make
+from mpitrain.elastic.supervisor.mpi_files.sessions import Session, Sessions, make
 from mpitrain.elastic.supervisor.words import Command, setting
 
 _CLEAN_S = 30.0

@@ -21,9 +21,9 @@ from mpitrain.elastic.supervisor.hosts import Host, as_list, choose, is_own, num
 from mpitrain.elastic.supervisor.job import Job
 from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.memory_kills import NAMED, LaunchKills
+from mpitrain.elastic.supervisor.mpi_files.segments import Segment, find_segments, remove_segments
+from mpitrain.elastic.supervisor.mpi_files.sessions import Sessions
 from mpitrain.elastic.supervisor.requests import Requests
-from mpitrain.elastic.supervisor.segments import Segment, find_segments, remove_segments
-from mpitrain.elastic.supervisor.sessions import Sessions
 from mpitrain.elastic.supervisor.texts import public
 from mpitrain.elastic.supervisor.words import Command, resume_of
 from mpitrain.monitor.record.alerts import Alerts

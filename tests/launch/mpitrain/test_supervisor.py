@@ -121,7 +121,7 @@ def head(tmp_path: Path) -> Path:
     script.write_text("""
 import os, pathlib, signal, subprocess, sys, time
 from mpitrain.elastic import marks
-from mpitrain.elastic.supervisor.sessions import VARIABLES
+from mpitrain.elastic.supervisor.mpi_files.sessions import VARIABLES
 folder, *program = sys.argv[1:]
 hosts = "-hosts" if "HYDRA_LAUNCHER" in os.environ else "-H"
 mpirun = [os.environ["CLUSTER_MPIRUN"], hosts, os.environ["CLUSTER_HOSTS"], "-np", "2"]

@@ -12,9 +12,10 @@ import pytest
 from launching import ROOT
 
 from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
-from mpitrain.elastic.supervisor import scripts, segments
+from mpitrain.elastic.supervisor import scripts
 from mpitrain.elastic.supervisor.agents import Answer, clean, parse_agent, probe
-from mpitrain.elastic.supervisor.sessions import PLACE_PREFIX, VARIABLES, Found, Session, Sessions, make
+from mpitrain.elastic.supervisor.mpi_files import segments
+from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES, Found, Session, Sessions, make
 from mpitrain.elastic.supervisor.words import parse
 
 PRTE, ORTE = VARIABLES

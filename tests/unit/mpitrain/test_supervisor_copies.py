@@ -14,7 +14,7 @@ from mpitrain.elastic.copies.holding import hold, release
 from mpitrain.elastic.copies.remote import script
 from mpitrain.elastic.lease import raise_lease
 from mpitrain.elastic.supervisor.agents import count, parse_agent
-from mpitrain.elastic.supervisor.sessions import VARIABLES
+from mpitrain.elastic.supervisor.mpi_files.sessions import VARIABLES
 
 
 def removed(run: str) -> int:
