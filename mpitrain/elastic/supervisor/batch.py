@@ -18,8 +18,13 @@ GOES_ON = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OU
 
 
 def is_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a batch system ends this job by SIGTERM, perhaps several times, and later by SIGKILL. Not so in a shell of salloc or of
-    an interactive job of PBS, where a user does it."""
+    """Whether this process is in a job of a batch system, a user's shell of one included."""
+    return any(environ.get(name) for name in ("SLURM_JOB_ID", "PBS_JOBID"))
+
+
+def is_unattended(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a batch system ends this process by SIGTERM, perhaps several times, and later by SIGKILL. Not so in a shell of salloc or
+    of an interactive job of PBS, where a user does it."""
     if environ.get("SLURM_JOB_ID"):
         is_on_node = bool(environ.get("SLURMD_NODENAME")) and not environ.get("SLURM_PTY_PORT")
         return is_on_node or environ.get("ENVIRONMENT") == "BATCH"

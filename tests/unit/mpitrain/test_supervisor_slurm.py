@@ -181,7 +181,9 @@ def test_a_batch_system_may_repeat_its_signal(in_batch_job: bool, again: int, en
     ],
 )
 def test_batch_jobs_are_those_without_a_user(environ: str, is_batch: bool) -> None:
-    assert batch.is_batch_job(dict(word.split("=") for word in environ.split())) == is_batch
+    job = dict(word.split("=") for word in environ.split())
+    assert batch.is_unattended(job) == is_batch
+    assert batch.is_batch_job(job) == bool(job)
 
 
 def test_the_smaller_of_both_numbers_of_nodes_counts(
