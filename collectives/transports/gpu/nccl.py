@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, effective_op
-from collectives.diagnosis import together
+from collectives.diagnosis.together import together
 from collectives.transports.gpu.binding import Binding, Gpu, NcclUnavailableError, RawCommunicator, load, version_text
 from collectives.transports.gpu.lane import Lane, lane_of
 from collectives.transports.gpu.nccl_queue import DeviceCall, Handle, NcclError, Queue
