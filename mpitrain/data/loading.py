@@ -136,7 +136,7 @@ def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Cor
         with comm.together():
             if not fits:
                 raise OSError(
-                    f"{problem}; and a copy of the data for each of the {comm.node.size} ranks is more than that"
+                    f"{problem}; and a copy of the data for each of {comm.node.size} ranks needs more memory than there is"
                 )
             reads = tokens is None or comm.node.rank == 0
             if tokens is None:

@@ -68,7 +68,7 @@ def lacks_room(
     full, others = (sum(each) * everyone // holders.size for each in zip(*(need for need, _ in of_ranks), strict=True))
     free = min(free for _, free in of_ranks)
     problem = ""
-    if full + others > free:
+    if full and full + others > free:  # without the first no rank shares parameters
         problem = f"{folder()} on {platform.node()} has {show_bytes(free)} of room, and {show_bytes(full + others)} are expected, "
         problem += f"gradient buffers included; {remedy(full + others)}"
     problems = [each for each in ranks.all_holders.all_gather_object(problem) if each]

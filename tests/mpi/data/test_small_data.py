@@ -6,12 +6,53 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from collectives import Communicator
+from collectives import Communicator, on_all_ranks
+from collectives.transports.node import anonymous
 from mpitrain.config import parse
-from mpitrain.data.loading import load_data
+from mpitrain.data import loading
+from mpitrain.data.loading import Corpus, load_data
 from mpitrain.train.batches.rank_batches import RankBatches
 
 CONTEXT, BATCH = 24, 7
+
+
+@pytest.mark.ranks(2)
+def test_a_text_without_node_memory_is_there_once_or_on_each_rank_or_an_error(
+    comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, path = bytes(n % 251 for n in range(8000)), shared_tmp / "text"
+    if comm.rank == 0:
+        path.write_bytes(text)
+    comm.barrier()
+    config = parse(["--data.path", str(path), "--model.context", str(CONTEXT)]).data
+
+    def loaded() -> np.ndarray:
+        found = load_data(config, comm, batch=BATCH, context=CONTEXT)
+        assert isinstance(found, Corpus)
+        return found.train
+
+    def is_one(tokens: np.ndarray) -> bool:
+        """Whether rank 1 sees what rank 0 writes."""
+        comm.barrier()
+        if comm.rank == 0:
+            tokens[0] = 255
+        comm.barrier()
+        return bool(comm.broadcast_object(int(tokens[0]), 1) == 255)
+
+    def refuse(place: anonymous.Place) -> int:
+        raise PermissionError(f"Permission denied: {place.path}")
+
+    expected = loaded().copy()
+    monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
+    assert np.array_equal(tokens := loaded(), expected) and is_one(tokens)
+    monkeypatch.setattr(anonymous, "open_at", refuse)
+    assert np.array_equal(tokens := loaded(), expected) and not is_one(tokens)
+    monkeypatch.setattr(loading, "available_bytes", lambda: 8000)  # less than two copies
+    with pytest.raises(
+        OSError, match=r"cannot share .*Permission denied.*a copy of the data for each of 2 ranks"
+    ) as caught:
+        loaded()
+    assert on_all_ranks(caught.value)
 
 
 @pytest.mark.ranks(2)

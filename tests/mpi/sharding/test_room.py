@@ -45,21 +45,25 @@ def kinds_of(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "how"), [(1, "small"), (3, "small"), (3, "missing"), (1, "a limit of memory")])
 def test_one_small_node_makes_all_private(
-    comm: Communicator, monkeypatch: pytest.MonkeyPatch, stage: int, caplog: pytest.LogCaptureFixture
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, stage: int, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts = on_hosts(comm.mpi, [0, *[1] * (comm.size - 1)])
     kinds, expected = trained(hosts, stage)
     assert kinds == {"resident"}
     monkeypatch.setattr("collectives.transports.node.memory._said", set())
-    monkeypatch.setattr(room_of_nodes, "room", lambda: FULL_BYTES // 4 if hosts.rank == comm.size - 1 else 1 << 40)
+    if how == "missing" and hosts.rank:
+        monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
+    if how == "a limit of memory" and hosts.rank:
+        monkeypatch.setattr(anonymous, "available_bytes", lambda: FULL_BYTES // 4)
+    if how == "small":
+        monkeypatch.setattr(room_of_nodes, "room", lambda: FULL_BYTES // 4 if hosts.rank == 2 else 1 << 40)
     kinds, out = trained(hosts, stage)
     assert kinds == {"gathered" if stage == 3 else "kept"} and torch.equal(out, expected)
-    lines = [
-        each.message for each in caplog.records if "MPITRAIN_SHM_DIR" in each.message and each.levelname == "WARNING"
-    ]
+    lines = [each.message for each in caplog.records if "fully_shard: " in each.message and each.levelname == "WARNING"]
     assert len(lines) == (comm.rank == 0), lines
+    assert all(("set MPITRAIN_SHM_DIR" if "limit" not in how else "ask for more memory") in line for line in lines)
     hosts.free()
 
 
@@ -101,6 +105,9 @@ def test_a_rank_alone_on_its_node_needs_no_folder(comm: Communicator, monkeypatc
     kinds, out = trained(hosts, 1)
     assert kinds == {"resident"} and torch.equal(out, expected)
     hosts.free()
+    mesh = mpitrain.mesh(comm, dp_replicate=2)  # no two ranks have shards of one copy
+    assert kinds_of(fully_shard(nn.Linear(WIDTH, WIDTH), mesh)) == {"resident"}
+    mesh.free()
 
 
 @pytest.mark.ranks(2)
