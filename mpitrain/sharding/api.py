@@ -284,7 +284,10 @@ def _storage(
     if options.storage != "private" and options.stage > 0 and device.type == "cpu":
         resident, problem = None, None
         try:
-            resident = Resident(shapes, ranks.wired.weights, dtype, device, cut=options.cut)
+            # "auto" has decided for all units: if another job has taken the room since then, this one is of the same kind.
+            resident = Resident(
+                shapes, ranks.wired.weights, dtype, device, cut=options.cut, or_anonymous=options.storage == "auto"
+            )
         except OSError as error:
             problem = error
         # One node may lack the memory.

@@ -27,8 +27,7 @@ def make(nbytes: int) -> int:
     """A new file of zeros, open. OSError if the memory or the kernel does not allow it."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has none")
-    if nbytes > (available := available_bytes()):
-        raise OSError(f"{show_bytes(available)} of memory are available")
+    check(nbytes)
     fd = os.memfd_create("mpitrain")
     os.ftruncate(fd, nbytes)
     return fd
@@ -50,12 +49,18 @@ def open_at(place: Place) -> int:
     return os.open(place.path, os.O_RDWR)
 
 
+def check(nbytes: int) -> None:
+    """OSError if `nbytes` are more than this process may still take: the kernel would end processes instead."""
+    if nbytes > (available := available_bytes()):
+        raise OSError(f"{show_bytes(available)} of memory are available; {cgroup.MORE_MEMORY}")
+
+
 def available_bytes() -> int:
-    """The memory that this process may still take: of the machine, and within the limits of its cgroups."""
+    """The memory that this process may still take: of the machine with its swap space, and within the limits of its cgroups."""
     available = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) << 10
+    with suppress(OSError, ValueError, KeyError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        known = {line[0]: int(line[1]) << 10 for line in lines if line[0] in ("MemAvailable:", "SwapFree:")}
+        available = known["MemAvailable:"] + known.get("SwapFree:", 0)
     within = cgroup.room(cgroup.groups_of())
     return available if within is None else min(available, within)

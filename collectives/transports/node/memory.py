@@ -35,6 +35,7 @@ from collectives.texts import show_bytes
 from collectives.transports.node import anonymous
 
 _ALIGN = mmap.PAGESIZE
+_UNCHECKED_BYTES = 1 << 26  # to read what memory is available takes as long as to allocate some MiB
 _log = logging.getLogger("collectives")
 
 _LARGER = "make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more"
@@ -141,7 +142,10 @@ class NodeMemory:
     def _map(self, nbytes: int, stride: int, *, or_anonymous: bool) -> np.ndarray:
         length = max(nbytes, 1)
         if self.size == 1:
-            return self._add(mmap.mmap(-1, length), stride)  # of the kind that forked processes share, too
+            with together(self._mpi, f"cannot take {show_bytes(nbytes)} of memory"):
+                self._check(length)
+                mapping = mmap.mmap(-1, length)  # of the kind that forked processes share, too
+            return self._add(mapping, stride)
         try:
             mapping = self._map_file(length, nbytes)
         except OSError as error:  # on all ranks
@@ -163,6 +167,7 @@ class NodeMemory:
                 if length != length_0:
                     raise ValueError(f"{length} bytes asked for here, {length_0} on rank 0")
                 if mpi.rank == 0:
+                    self._check(length)
                     fd = self._open(path)
                     os.ftruncate(fd, length)
             with together(mpi, doing):
@@ -200,6 +205,11 @@ class NodeMemory:
             if fd >= 0:
                 os.close(fd)
         return mapping
+
+    @staticmethod
+    def _check(length: int) -> None:
+        if length > _UNCHECKED_BYTES:
+            anonymous.check(length)
 
     def _part(self, length: int) -> tuple[int, int]:
         """The bytes that this rank reserves: those that it will use most, so that the pages lie near its cores."""

@@ -156,8 +156,22 @@ class Resident(Kept):
 
     kind: Kind = "resident"
 
+    def __init__(
+        self,
+        shapes: Shapes,
+        comm: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        cut: Cut,
+        or_anonymous: bool = False,
+    ) -> None:
+        """`or_anonymous`: as of `Communicator.shared`. OSError on all ranks of a node that has no memory."""
+        self._or_anonymous = or_anonymous
+        super().__init__(shapes, comm, dtype, device, cut=cut)
+
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        full: torch.Tensor = self._comm.node.shared(self.layout.numel, dtype)
+        full: torch.Tensor = self._comm.node.shared(self.layout.numel, dtype, or_anonymous=self._or_anonymous)
         return full
 
     @property

@@ -278,7 +278,7 @@ def test_anonymous_memory_is_the_same_on_all_ranks_or_an_error_on_all(
     elsewhere = anonymous.Place(f"/proc/{os.getpid()}/fd/0", 0, 0)
     for name, value, why in [
         ("place_of", lambda fd: elsewhere, "/fd/0 is another file here"),
-        ("available_bytes", lambda: 1 << 10, "1 KiB of memory are available"),
+        ("available_bytes", lambda: 1 << 10, "1 KiB of memory are available; ask for more memory"),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(anonymous, name, value)
@@ -289,3 +289,18 @@ def test_anonymous_memory_is_the_same_on_all_ranks_or_an_error_on_all(
             assert on_all_ranks(caught.value)
     monkeypatch.setenv("MPITRAIN_SHM_DIR", "")
     assert str(folder()) == "/dev/shm", "an empty value is none"
+
+
+@pytest.mark.ranks(1, 2)
+def test_more_than_the_memory_is_an_error_and_ends_no_process(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(anonymous, "available_bytes", lambda: 100 << 20)
+    comm.shared(1 << 20, np.uint8)
+    for allocate in (comm.shared, comm.empty):
+        for or_anonymous in (False, True):
+            with pytest.raises(
+                OSError, match=r"cannot .*: 100 MiB of memory are available; ask for more memory"
+            ) as caught:
+                allocate(101 << 20, np.uint8, or_anonymous=or_anonymous)
+            assert on_all_ranks(caught.value)

@@ -80,9 +80,10 @@ def test_gradient_buffers_are_counted_and_find_other_memory(
     assert trained(comm, 3)[0] == {"resident"}
     reserve = NodeMemory._reserve
 
+    most = FULL_BYTES // 2  # another job has taken the memory: one unit fits, the ranks' buffers do not
+
     def short(fd: int, start: int, length: int) -> None:
-        # Another job has taken the memory: one unit fits, the ranks' buffers do not.
-        if start + length > FULL_BYTES // 2:
+        if start + length > most:
             raise OSError("No space left on device")
         reserve(fd, start, length)
 
@@ -95,6 +96,13 @@ def test_gradient_buffers_are_counted_and_find_other_memory(
             monkeypatch.setattr(anonymous, "open_at", refuse)
         kinds, out = trained(comm, 3)
         assert kinds == {"resident"} and torch.equal(out, expected), is_private
+    monkeypatch.undo()
+    monkeypatch.setattr(NodeMemory, "_reserve", staticmethod(short))
+    most = FULL_BYTES // 4  # no unit fits, after the decision
+    kinds, out = trained(comm, 3)
+    assert kinds == {"resident"} and torch.equal(out, expected)
+    with pytest.raises(OSError, match=r"cannot share .* of node memory"):
+        trained(comm, 3, "resident")
 
 
 @pytest.mark.ranks(2)
