@@ -4,17 +4,12 @@ What is counted: the full parameters of the new units, the gradient buffers of t
 the rings of the collectives, each only where several ranks of a node share it. python -m mpitrain memory counts them by the same
 functions; it also counts what is not known here: the text, the activations of tensor-parallel ranks, copies of the state. Gradient
 buffers, rings and these activations find other memory if another job takes the room later.
-
-[Note: room of stages] The stages of a pipeline are sharded in calls of their own, in any order. A call must not see the room that
-others have left by chance. So the room is noted before a stage takes some of it, and each call takes the needs of all stages from the
-note.
 """
 
 import logging
 import platform
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -22,6 +17,7 @@ from torch import nn
 from collectives import Communicator
 from collectives.texts import show_bytes
 from collectives.transports.node.memory import folder, remedy, room, say_short
+from collectives.transports.node.noted_room import noted_room, take_noted
 from collectives.transports.node.staged import ring_bytes
 from mpitrain.parts import stages_of
 from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
@@ -30,7 +26,6 @@ from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
 
 _log = logging.getLogger("mpitrain")
-_left: "WeakKeyDictionary[Communicator, int]" = WeakKeyDictionary()  # of pipelines: see [Note: room of stages]
 
 
 class NewUnit(NamedTuple):
@@ -47,11 +42,6 @@ class _Need(NamedTuple):
     others: int
 
 
-def note_room(stages: Communicator) -> None:
-    """Note the room of this node before the model is sharded whose stages the ranks of `stages` have: see [Note: room of stages]."""
-    _left[stages] = room()
-
-
 def lacks_room(
     new: Sequence[NewUnit], made: Iterable[Unit], ranks: DataParallelRanks, *, has_slices: bool = False
 ) -> bool:
@@ -61,10 +51,10 @@ def lacks_room(
     """
     stages = stages_of(param for unit in new for param in unit.params)
     everyone, holders = ranks.everyone.node.size, ranks.all_holders.node
-    noted = None if stages is None else _left.get(stages)
+    noted = noted_room(stages)
     mine = _need(new, made, ranks, has_slices=has_slices), room() if noted is None else noted
     of_ranks = holders.all_gather_object(mine)
-    # Other stages of a pipeline are taken to need as much.
+    # Other stages of a pipeline are taken to need as much: see [Note: room of stages] in noted_room.py.
     full, others = (sum(each) * everyone // holders.size for each in zip(*(need for need, _ in of_ranks), strict=True))
     free = min(free for _, free in of_ranks)
     problem = ""
@@ -75,8 +65,8 @@ def lacks_room(
     if problems:
         said = f"fully_shard: full parameters are in private memory, a copy for each rank: {problems[0]}"
         say_short(ranks.all_holders.rank, said, _log)
-    elif stages is not None and noted is not None:
-        _left[stages] = noted - full
+    else:
+        take_noted(stages, full)
     return bool(problems)
 
 

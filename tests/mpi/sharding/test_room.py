@@ -10,7 +10,7 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator
-from collectives.transports.node import anonymous
+from collectives.transports.node import anonymous, noted_room
 from collectives.transports.node.memory import NodeMemory
 from mpitrain import fully_shard
 from mpitrain.chaos.disk import small_disk
@@ -166,7 +166,7 @@ def test_stages_of_a_pipeline_see_one_room(
     mesh = mpitrain.mesh(comm, pp=2)
     # A call is for half of each stage: its parameters are one FULL_BYTES, its gradients on four ranks two.
     room = 4 * room_of_nodes.ring_bytes(4) + num_bytes * FULL_BYTES
-    monkeypatch.setattr(room_of_nodes, "room", lambda: room)
+    monkeypatch.setattr(noted_room, "room", lambda: room)
     model = Stacked()
     pipeline(model, mesh["pp"], micro_batches=2, plan=StagePlan((), "blocks", (), "x"), division=[1, 1])
     monkeypatch.setattr(room_of_nodes, "room", lambda: 0)
