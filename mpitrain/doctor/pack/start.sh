@@ -37,7 +37,8 @@ check_tools() {
 gb() { awk -v bytes="$1" 'BEGIN { printf "%.2f GB", bytes / 1e9 }'; }
 
 # What runs here may only this user have made: neither in the folder itself, nor by another folder of its name. Who can write to one
-# above can rename it, unless that one is sticky, as /dev/shm is. In a container without root "/" belongs to the number of root outside.
+# above can rename it, unless that one is sticky, as /dev/shm is. In a container without root one number stands for root outside and for
+# all other users, so there only the system's own folders may have it.
 check_above() {
     local above=$base folders=(/) owner mode folder_above outside
     while [ "$above" != / ]; do
@@ -47,7 +48,11 @@ check_above() {
     done
     outside=$(stat -c %u /)
     while read -r owner mode folder_above; do
-        case $owner in "$EUID" | 0 | "$outside") [ $((8#$mode & 8#22)) != 0 ] && [ $((8#$mode & 8#1000)) = 0 ] || continue ;; esac
+        case $owner:$folder_above in
+        "$EUID":* | 0:* | "$outside":/ | "$outside":/dev | "$outside":/dev/shm | "$outside":/run | "$outside":/tmp | "$outside":/var | "$outside":/var/tmp)
+            [ $((8#$mode & 8#22)) != 0 ] && [ $((8#$mode & 8#1000)) = 0 ] || continue
+            ;;
+        esac
         die "others could replace the environment in $base: $folder_above belongs to user $owner, mode $mode;" \
             "set MPITRAIN_PACK_DIR to a folder of yours that nobody else can write to"
     done < <(stat -c '%u %a %n' -- "${folders[@]}")
