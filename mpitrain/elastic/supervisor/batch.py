@@ -12,7 +12,7 @@ from mpitrain.files import read_object, replace
 
 QUEUE = ".requeue"
 MAX_FRUITLESS = 2
-"""So many jobs in a row may do no new step. More would not help: what has kept them from one will keep the next ones."""
+"""So many jobs in a row may do and save no new step. More would not help: what has kept them from one will keep the next ones."""
 _ANSWER_S = 10.0
 GOES_ON = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "CONFIGURING")
 
@@ -31,9 +31,19 @@ def is_unattended(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(environ.get("PBS_JOBID")) and environ.get("PBS_ENVIRONMENT") != "PBS_INTERACTIVE"
 
 
+def job_name(environ: Mapping[str, str] = os.environ) -> str:
+    """The name by which Slurm's commands know this process's job alone; "" outside of Slurm.
+
+    One task of an array has the same number as the whole array, and commands that are given the number are about all tasks.
+    """
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job = environ.get("SLURM_JOB_ID", "")
+    return f"{array}_{task}" if job and array and task else job
+
+
 def job_state(environ: Mapping[str, str] = os.environ) -> str:
     """What Slurm says of this process's job, such as RUNNING or COMPLETING; "" outside of Slurm, and without an answer."""
-    job = environ.get("SLURM_JOB_ID")
+    job = job_name(environ)
     if not job:
         return ""
     try:
@@ -63,38 +73,42 @@ def _of_own_job() -> dict[str, str]:
 class Queue:
     """The returns of a run to Slurm's queue. They are counted in the run's folder, for the supervisors of later starts of the job.
 
-    `saved`: the step from which this job goes on, as far as it is known.
+    `saved`: the step of the newest checkpoint, from which this job goes on; 0 if there is none, as of a program that has its own kind.
     """
 
     def __init__(
         self, folder: Path, say: Callable[[str], None], environ: Mapping[str, str] = os.environ, *, saved: int = 0
     ) -> None:
-        self._path, self._say, self._job = folder / QUEUE, say, environ.get("SLURM_JOB_ID", "")
+        self._path, self._say, self._job = folder / QUEUE, say, job_name(environ)
         self._fruitless = 0
-        self.best_step = saved
-        """the greatest step of earlier jobs"""
+        self.best_step = self.best_saved = saved
+        """the greatest step that earlier jobs did, and the greatest one that they saved: steps that were lost are done once more"""
         if environ.get("SLURM_RESTART_COUNT", "0") == "0":  # a job that was submitted anew begins to count anew
             return
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = read_object(self._path)
             fruitless, step = whole(record["fruitless"]), whole(record["step"])
             if record["job"] == self._job:
+                last_saved = whole(record.get("saved", saved))
                 # Between two returns that were asked for here, Slurm itself may have queued the job again, after new steps.
-                self._fruitless = fruitless if saved <= step else 0
-                self.best_step = max(saved, step)
+                self._fruitless = fruitless if saved <= last_saved else 0
+                self.best_step, self.best_saved = max(saved, step), max(saved, last_saved)
 
-    def enter(self, *, has_new_step: bool, step: int = 0, hint: str = "") -> bool:
+    def enter(self, *, has_new_step: bool, step: int = 0, saved: int = 0, hint: str = "") -> bool:
         """Have Slurm queue this job again; whether it does. Slurm then ends the job, so nothing may follow.
 
-        `has_new_step`: whether this job did a step that no earlier job of the run had done. `step`: the greatest one that it did.
-        `hint`: said if the job is not queued again, because it is one of several in a row without a new step.
+        `has_new_step`: whether this job did, or saved, a step that no earlier job of the run had done, or saved. `step`: the greatest
+        one that it did. `saved`: that of the newest checkpoint. `hint`: said if the job is not queued again, because it is one of
+        several in a row without a new step.
         """
         fruitless = 0 if has_new_step else self._fruitless + 1
-        record = {"job": self._job, "fruitless": fruitless, "step": max(step, self.best_step)}
+        step, saved = max(step, self.best_step), max(saved, self.best_saved)
+        record = {"job": self._job, "fruitless": fruitless, "step": step, "saved": saved}
         with contextlib.suppress(OSError):  # a full disk
             replace(self._path, json.dumps(record).encode() + b"\n")
         if fruitless >= MAX_FRUITLESS:
-            self._say(f"not queued again: {fruitless} jobs in a row did no new step{hint and '. '}{hint}")
+            so_far = f"the greatest was {step}, the greatest in a checkpoint {saved or 'none'}"
+            self._say(f"not queued again: {fruitless} jobs in a row did no new step ({so_far}){hint and '. '}{hint}")
             return False
         command = ("scontrol", "requeue", self._job)
         self._say(f"{' '.join(command)}: the job waits in the queue, and then goes on")

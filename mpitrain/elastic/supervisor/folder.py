@@ -113,8 +113,8 @@ class RunFolder:
         return "auto" if max(own) >= max(earlier, default="") else str(self.path / "checkpoints" / max(own))
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint that was there when this supervisor began; 0 without one."""
-        return max((int(name.removeprefix("step-")) for name in self._checkpoints), default=0)
+        """The step of the newest checkpoint; 0 without one."""
+        return max((int(name.removeprefix("step-")) for name in self._list_checkpoints()), default=0)
 
     def break_lock(self, ended: Alive | None) -> None:
         """Remove the lock of an ended launch, or make it stale at once, if its rank 0 holds it.

@@ -80,7 +80,9 @@ class Supervisor:
         self._back: list[str] = []
         self._is_probed = False
         self._is_stopped_early = False  # before the first step of the launch
-        self._reached = 0  # the greatest step, but for that of a launch that was stopped early
+        self._reached = self._saved = (
+            0  # the greatest step, and that of the newest checkpoint, before a launch that was stopped early
+        )
         self._segments: set[Segment] = set()
         self._sessions = Sessions()
         self._indices: dict[str, int] = {}
@@ -105,7 +107,7 @@ class Supervisor:
                 self._progress, self._reason = following.progress, following.text
                 # A run that is asked to stop before its first step may do that one: as many jobs as it has steps would be no help.
                 if not self._is_stopped_early:
-                    self._reached = self._progress.best_step
+                    self._reached, self._saved = self._progress.best_step, self.folder.newest_step()
                 if outcome.does_not_fit(self._progress) and self._has_fewer():
                     self._least = len(self._chosen) + 1
                 if following.action == "end":
@@ -399,8 +401,10 @@ class Supervisor:
         if not self.plan.requeue:
             return False
         self._clean()
-        has_new_step = self._reached > self._queue.best_step
-        return self._queue.enter(has_new_step=has_new_step, step=self._progress.best_step, hint=hint)
+        queue = self._queue
+        has_new_step = self._reached > queue.best_step or self._saved > queue.best_saved
+        step, saved = self._progress.best_step, self.folder.newest_step()
+        return queue.enter(has_new_step=has_new_step, step=step, saved=saved, hint=hint)
 
 
 def say(line: str, text: str = "") -> None:

@@ -314,7 +314,7 @@ def test_a_job_that_saves_at_the_begin_of_a_preemption_is_queued_again(
     assert ("Slurm does not tell the state of this job" in result.stderr) == (not state), str(result)
     if is_queued:
         record = json.loads((tmp_path / "run/.requeue").read_text())
-        assert record == {"job": "17", "fruitless": int(send != 0), "step": 7}, (
+        assert record == {"job": "17", "fruitless": int(send != 0), "step": 7, "saved": 0}, (
             "a stop before the first step may do one"
         )
 
@@ -361,7 +361,9 @@ def test_steps_before_a_relaunch_that_slurm_stops_early_count(tmp_path: Path) ->
     env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     result = run([*words, script, "--run", str(folder)], env=env | {"PYTHONPATH": str(ROOT)}, when="launch 2")
     assert result.returncode == 0, str(result)
-    assert json.loads((folder / ".requeue").read_text()) == {"job": "17", "fruitless": 0, "step": 1101}, str(result)
+    assert json.loads((folder / ".requeue").read_text()) == {"job": "17", "fruitless": 0, "step": 1101, "saved": 0}, (
+        str(result)
+    )
 
 
 def test_a_job_that_slurm_stops_before_its_first_step_is_not_queued_for_ever(tmp_path: Path) -> None:

@@ -4,16 +4,20 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from mpitrain.elastic.marks import Done
-from mpitrain.elastic.supervisor import batch, command, decisions
+from mpitrain.elastic.supervisor import batch, command, decisions, supervisor
+from mpitrain.elastic.supervisor.agents import parse_agent
 from mpitrain.elastic.supervisor.decisions import Outcome, Policy, Progress
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host
 from mpitrain.elastic.supervisor.requests import Requests
 from mpitrain.elastic.supervisor.srun import in_job, parse_srun
+from mpitrain.elastic.supervisor.words import Command
 
 TRAIN = ("python", "-m", "mpitrain", "--run", "a/b", "-n", "7")
 ALL = (Host("n1", 4), Host("n2", 4), Host("n3", 2))
@@ -108,6 +112,10 @@ def test_the_end_of_a_job_by_slurm_is_no_failure(tmp_path: Path, monkeypatch: py
         squeue.chmod(0o755)
         assert batch.ending_state({"SLURM_JOB_ID": "7"}) == state
         assert batch.job_state({"SLURM_JOB_ID": "7"}) == said
+    # The last task of an array has the array's own number, of which squeue lists all tasks.
+    squeue.write_text("#!/bin/sh\n[ $3 = 5_3 ] && echo RUNNING || echo COMPLETED RUNNING\n")
+    task = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+    assert batch.job_state(task) == "RUNNING" and not batch.ending_state(task)
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert batch.ending_state({"SLURM_JOB_ID": "7"}) == batch.ending_state({}) == ""
     outcome = Outcome(None, 12, "batch", "Slurm ends this job (COMPLETING)")
@@ -136,7 +144,8 @@ def test_a_run_without_new_steps_is_not_queued_for_ever(tmp_path: Path, monkeypa
     ):
         assert job(restarts, has_new_step=has_new_step) == is_queued, (restarts, said)
     assert asked.read_text().split("\n")[:-1] == ["requeue 7"] * 4
-    assert said[-1] == "not queued again: 2 jobs in a row did no new step. Why?"
+    none = "not queued again: 2 jobs in a row did no new step (the greatest was 0, the greatest in a checkpoint none). Why?"
+    assert said[-1] == none
     assert job(1, has_new_step=False, number="8"), "the count of job 7 is not job 8's"
     assert not job(2, has_new_step=False, number="8")
     # Between the two returns Slurm itself queued the job again, after new steps.
@@ -147,8 +156,59 @@ def test_a_run_without_new_steps_is_not_queued_for_ever(tmp_path: Path, monkeypa
     assert not job(2, has_new_step=False, step=50)
     (tmp_path / batch.QUEUE).write_text(json.dumps({"fruitless": "many"}))  # damaged
     assert job(1, has_new_step=False)
+    asked.unlink()
+    environ = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+    assert batch.Queue(tmp_path, said.append, environ).enter(has_new_step=True)
+    assert asked.read_text() == "requeue 5_3\n", "not the other tasks of the array"
     scontrol.write_text("#!/bin/sh\nexit 3\n")
     assert not job(1, has_new_step=True) and said[-1] == "the job is not in the queue again: exit code 3 of scontrol"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "is_queued"),
+    [
+        # before the job, the greatest step of it, after it
+        ([(0, 1000, 0), (0, 400, 100), (100, 700, 400), (400, 990, 700)], [True] * 4),
+        ([(0, 1000, 0), (0, 400, 0), (0, 1000, 0)], [True, True, False]),
+        ([(0, 1000, 100), (100, 400, 100), (100, 700, 100)], [True, True, False]),
+        (
+            [(0, 10, 10), (10, 10, 10), (50, 50, 50), (50, 50, 50)],
+            [True, True, True, False],
+        ),  # Slurm queued it again itself
+        ([(0, 1000, 100), (100, 900, 100), (500, 900, 500), (500, 800, 500)], [True, True, True, False]),
+    ],
+)
+def test_jobs_that_save_steps_get_on_also_if_an_earlier_one_has_lost_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[tuple[int, int, int]], is_queued: list[bool]
+) -> None:
+    (scontrol := tmp_path / "scontrol").write_text("#!/bin/sh\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run, said = tmp_path / "run", []
+    monkeypatch.setattr(supervisor, "say", said.append)
+
+    def save(step: int) -> None:
+        (run / f"checkpoints/step-{step:08}").mkdir(parents=True, exist_ok=True)
+
+    for number, ((before, reached, after), queued) in enumerate(zip(jobs, is_queued, strict=True)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
+        if before:
+            save(before)
+        words = Command("true", "other", (), ("python",))
+        plan = supervisor.Plan(words, (), parse_agent("false"), requeue=True)
+        job = supervisor.Supervisor(plan, RunFolder(run), cast(Requests, SimpleNamespace(stop=signal.SIGUSR1, end=0)))
+
+        def launch(job: supervisor.Supervisor = job, step: int = reached, saved: int = after) -> Outcome:
+            if saved:
+                save(saved)
+            job._requests.stop = signal.SIGUSR1
+            return Outcome(Done(1, "stopped", step), step, "user")
+
+        monkeypatch.setattr(job, "_launch", launch)
+        job._requests.stop = 0
+        assert (job.run() == 0) == queued, (number, said)
+        assert any("not queued again" in line for line in said) != queued
 
 
 @pytest.mark.parametrize(("in_batch_job", "again", "ends"), [(True, 15, 0), (True, 2, 2), (False, 15, 15)])
