@@ -34,6 +34,7 @@ from collectives.selection import table_cache
 from collectives.selection import wire as wires
 from collectives.selection.selector import EXACT
 from collectives.selection.table import Table, built_in
+from collectives.transports.node.mappings import on_change
 from collectives.transports.node.memory import NodeMemory
 from collectives.transports.runs import Runs
 
@@ -118,7 +119,7 @@ class Communicator:
         self.num_nodes = self.placement.num_nodes
         memory = self._transports.memory
         # An address may change from private to node memory, or back.
-        self._transports.node_memory.on_change(self._plans.forget)
+        on_change(self._plans.forget)
         self._devices = Devices(
             mpi,
             placement=self.placement,

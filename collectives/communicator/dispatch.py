@@ -159,7 +159,13 @@ class Dispatch:
         }
         said = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
         memory = self.transports.memory
-        place = "private memory" if memory is None else memory.place(b.flat)
+        place = (
+            memory.place(b.flat)
+            if memory is not None
+            else "private memory"
+            if where == "private"
+            else "`shared` memory"
+        )
         words = f"{call.operation}({size} x {name}, {said}, in {place})"
         if call.sizes_differ:
             words = f"{call.operation}(parts of {name}, {said})"

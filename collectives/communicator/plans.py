@@ -5,8 +5,8 @@ plans a call of 1 KiB takes 4 to 9 us more if its code and data are in the core'
 work has displaced them: more than a small collective takes.
 
 A plan is found by the address, length and dtype of the arrays, never by the array object, because tensors can change their storage.
-All plans are dropped when node memory is mapped or unmapped, and when the table changes: the kind of memory and the table decide the
-algorithm, and all ranks must choose the same one.
+All plans are dropped when the process maps or unmaps node memory, of any communicator, and when the table changes: the kind of memory
+and the table decide the algorithm, and all ranks must choose the same one.
 """
 
 import sys
@@ -54,7 +54,7 @@ class Plans(dict[Hashable, Plan]):
     def keep(self, key: Hashable, plan: Plan) -> None:
         """Add a plan. If there are MAX_PLANS, the oldest is dropped."""
         if len(self) >= MAX_PLANS:
-            del self[next(iter(self))]
+            self.pop(next(iter(self), None), None)  # another thread may have dropped all
         self[key] = plan
 
     def forget(self) -> None:

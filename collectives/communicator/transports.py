@@ -10,6 +10,7 @@ import numpy as np
 from collectives.arrays.dtypes import DType
 from collectives.selection.selector import EXACT, WITHIN_NODE, Placement, Selector
 from collectives.selection.table import Table
+from collectives.transports.node.mappings import is_shared
 from collectives.transports.node.memory import NodeMemory, say_short
 from collectives.transports.node.shared import Shared
 from collectives.transports.node.staged import Staged
@@ -55,7 +56,7 @@ class Transports:
         self.away = frozenset(rank for ranks in grid if mpi.rank not in ranks for rank in ranks)
         self._executor = Executor(mpi, away=self.away)
         self._schedule = partial(Scheduled, self._executor, rank=mpi.rank, size=mpi.size)
-        library = Library(mpi, is_shared=self._is_shared)
+        library = Library(mpi, is_shared=is_shared)
         self._made: dict[str, Transport] = {"mpi": library}  # by algorithm
         self._planners: dict[str, Planner] = {"mpi": library}
         self._infeasible: dict[str, str] = {}  # algorithms that cannot run on these ranks, and the reason
@@ -128,15 +129,12 @@ class Transports:
 
     def memory_of(self, operation: str, flat: np.ndarray) -> str:
         """The selector's word (one of MEMORIES) for the memory of `flat`, the first array of a call of `operation`."""
-        number = 0 if self.memory is None or self.memory.holds_none else self.memory.find(flat)[0]
-        if number and (operation != "all_gather" or self.memory.is_one_array(number)):  # type: ignore[union-attr]
+        # On several nodes only an all-gather's choice depends on it.
+        memory = self.node_memory if operation == "all_gather" else self.memory
+        number = 0 if memory is None or memory.holds_none else memory.find(flat)[0]
+        if memory is not None and number and (operation != "all_gather" or memory.is_one_array(number)):
             return "node"
         return "private"
-
-    def _is_shared(self, flat: np.ndarray) -> bool:
-        """Whether other ranks of the node have `flat`, too: it lies in an array of `shared`."""
-        memory = self.node_memory
-        return memory.size > 1 and not memory.holds_none and memory.is_one_array(memory.find(flat)[0])
 
     def planner(self, algorithm: str) -> Planner | None:
         """The transport that plans calls of `algorithm`, or None."""

@@ -41,7 +41,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 MEMORIES = ("private", "node")
 # The operations whose choice depends on the memory.
 NODE_OPERATIONS = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
-# Here all ranks write to one array. Only "shared" waits until no rank reads the old values, so "auto" always takes "shared".
+# Here all ranks of a node write to one array. On one node only "shared" waits until no rank reads the old values, so "auto" always
+# takes it. On several nodes "auto" does not take "mpi", which would need an array of its own for each rank: see transports/mpi.py.
 _ONE_ARRAY = frozenset({("all_gather", "node")})
 
 EXACT = "fp32"  # the wire format in which elements of all dtypes are sent as they are
@@ -211,7 +212,8 @@ class Selector:
         limits: list[float] = []
         names: list[str] = []
         begin = 0.0
-        wanted_alone = "shared" if (operation, memory) in _ONE_ARRAY else None
+        is_one_array = (operation, memory) in _ONE_ARRAY
+        wanted_alone = "shared" if is_one_array and self._placement.num_nodes == 1 else None
         largest = MAX_COUNT * dtype.itemsize  # for more bytes another algorithm may be needed
         for up_to, wanted in self._table.choices(operation, kind_of(operation, dtype), memory, self._placement):
             end = float("inf") if up_to is None else up_to
@@ -235,6 +237,8 @@ class Selector:
         # The table chose two_level for its bandwidth; with one rank per node there is one level.
         ours_first = reducing_halves or wanted == "two_level"
         order = (wanted, *rule, "mpi") if ours_first else (wanted, "mpi", *rule)
+        if (operation, memory) in _ONE_ARRAY and self._placement.num_nodes > 1:
+            order = (*(name for name in order if name != "mpi"), "mpi")
         nbytes = int(begin) + 1
         for name in order:
             if name in ALGORITHMS[operation] and self.why_not(operation, name, dtype=dtype, nbytes=nbytes) is None:

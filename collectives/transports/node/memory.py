@@ -14,12 +14,7 @@ algorithms, bits and speed. The arrays of callers are an error instead, because 
 import logging
 import mmap
 import os
-import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -32,7 +27,8 @@ from collectives.cgroup import MORE_MEMORY
 from collectives.diagnosis.together import together
 from collectives.files import open_new
 from collectives.texts import show_bytes
-from collectives.transports.node import anonymous
+from collectives.transports.node import anonymous, mappings
+from collectives.transports.node.mappings import Segment, Segments
 
 _ALIGN = mmap.PAGESIZE
 _UNCHECKED_BYTES = 1 << 26  # to read what memory is available takes as long as to allocate some MiB
@@ -84,45 +80,15 @@ def say_short(rank: int, text: str, log: logging.Logger = _log) -> None:
     _said.add(what)
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """One mapped file. `stride`: the number of bytes from one rank's array to the next; 0 if all ranks share one array."""
-
-    number: int  # in order of allocation: the same on every rank
-    # A weak reference: the arrays keep the mapping alive, and it is unmapped with its last array.
-    mapping: weakref.ref[mmap.mmap]
-    address: int
-    length: int
-    stride: int
-
-
-_shares: "weakref.WeakKeyDictionary[mmap.mmap, int]" = weakref.WeakKeyDictionary()  # bytes of each living mapping
-
-
-def mapped_share_bytes() -> int:
-    """This rank's share of all node memory that its process has mapped: of each mapping the Nth part, where N ranks have it."""
-    return sum(_shares.values())
-
-
 class NodeMemory:
     """The shared memory of the ranks of `mpi`, all on one node. Allocating is collective."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
         self.size: int = mpi.size
-        self._segments: dict[int, _Segment] = {}  # by number
-        self._starts: list[int] = []  # the addresses of the segments, sorted
-        self._numbers: list[int] = []  # the numbers of the segments, in the order of `_starts`
+        self._segments = Segments()
+        self._by_number: dict[int, Segment] = {}
         self._num_allocated = 0
-        self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever memory is mapped here, and before it is unmapped.
-
-        `listener` is a bound method; this list does not keep its object alive.
-        """
-        self._listeners[:] = [other for other in self._listeners if other() is not None]
-        self._listeners.append(weakref.WeakMethod(listener))
 
     def shared(self, nbytes: int, *, or_anonymous: bool = False) -> np.ndarray:
         """`nbytes` bytes of zeros, the same memory on every rank. `or_anonymous`: see [Note: or anonymous]."""
@@ -220,16 +186,11 @@ class NodeMemory:
         """Keep account of a new mapping, and return all of it."""
         length = len(mapping)
         flat = np.frombuffer(mapping, np.uint8)
-        _shares[mapping] = length // self.size
         self._num_allocated += 1
-        # The callback refers only to the list: a reference to this object would be a cycle.
-        mapped = weakref.ref(mapping, partial(_tell, self._listeners))
-        new = _Segment(self._num_allocated, mapped, address_of(flat), length, stride)
-        alive = [segment for segment in self._segments.values() if segment.mapping() is not None]
-        segments = sorted([*alive, new], key=lambda segment: segment.address)
-        self._segments = {segment.number: segment for segment in segments}
-        self._starts, self._numbers = [segment.address for segment in segments], list(self._segments)
-        _tell(self._listeners)
+        new = Segment(self._num_allocated, mappings.watched(mapping), address_of(flat), length, stride, self.size)
+        self._segments.add(new)
+        self._by_number = {segment.number: segment for segment in self._segments}
+        mappings.add(new)
         return flat
 
     @staticmethod
@@ -254,7 +215,7 @@ class NodeMemory:
     def peers(self, flat: np.ndarray) -> list[np.ndarray]:
         """All ranks' arrays at the place of `flat` in this rank's `empty` array, in order of rank."""
         number, at = self.find(flat)
-        stride = self._segments[number].stride
+        stride = self._by_number[number].stride
         within = at - self._mpi.rank * stride
         views = [self.view(number, rank * stride + within, flat.nbytes) for rank in range(self._mpi.size)]
         return [view for view in views if view is not None]  # all of them: `flat` keeps the mapping alive
@@ -262,39 +223,29 @@ class NodeMemory:
     @property
     def holds_none(self) -> bool:
         """Whether no memory was allocated here, so that `find` need not be called."""
-        return not self._segments
+        return not self._by_number
 
     def find(self, flat: np.ndarray) -> tuple[int, int]:
         """(number of the allocation, byte offset in it) of `flat`, for `view` on any rank; (0, its address) if it is private memory."""
         address = address_of(flat)
-        index = bisect_right(self._starts, address) - 1
-        if flat.size and index >= 0:  # the address of an empty array has no meaning
-            segment = self._segments[self._numbers[index]]
-            at = address - segment.address
-            if at + flat.nbytes <= segment.length and segment.mapping() is not None:
-                return segment.number, at
-        return 0, address
+        # The address of an empty array has no meaning.
+        segment = self._segments.at(address, flat.nbytes) if flat.size else None
+        return (0, address) if segment is None else (segment.number, address - segment.address)
 
     def view(self, number: int, at: int, nbytes: int) -> np.ndarray | None:
         """The bytes at a place that `find` gave on any rank; None if this rank has freed its own array of the allocation."""
-        segment = self._segments.get(number)
+        segment = self._by_number.get(number)
         mapping = None if segment is None else segment.mapping()
         return None if mapping is None else np.frombuffer(mapping, np.uint8, nbytes, at)
 
     def is_one_array(self, number: int) -> bool:
         """Whether the allocation is a `shared` array, not `empty` arrays."""
-        return number in self._segments and self._segments[number].stride == 0
+        return number in self._by_number and self._by_number[number].stride == 0
 
     def place(self, flat: np.ndarray) -> str:
         """A description of the place of `flat`, equal on all ranks that pass the same place of the same allocation."""
         number, at = self.find(flat)
         if not number:
             return "private memory"
-        stride = self._segments[number].stride
+        stride = self._by_number[number].stride
         return f"node memory {number} + {at % stride if stride else at} bytes"
-
-
-def _tell(listeners: Sequence[weakref.WeakMethod[Callable[[], None]]], *_: object) -> None:
-    for reference in listeners:
-        if (listener := reference()) is not None:
-            listener()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from collectives.transports.node.memory import mapped_share_bytes
+from collectives.transports.node.mappings import mapped_share_bytes
 from mpitrain.sharding.unit.registry import units_of
 
 

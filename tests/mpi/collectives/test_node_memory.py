@@ -14,6 +14,7 @@ from collectives import Communicator, on_all_ranks
 from collectives.arrays.buffer import as_numpy, is_torch
 from collectives.arrays.dtypes import TABLE
 from collectives.transports.node import anonymous
+from collectives.transports.node.mappings import on_change
 from collectives.transports.node.memory import NodeMemory, folder
 
 pytestmark = pytest.mark.one_node
@@ -49,10 +50,10 @@ def test_a_listener_hears_of_each_change_and_is_not_kept_alive(comm: Communicato
             heard.append(self._name)
 
     heard: list[str] = []
-    memory = NodeMemory(comm.mpi)
+    memory, other = NodeMemory(comm.mpi), NodeMemory(comm.mpi)
     first, second = Listener("first"), Listener("second")
     for listener in (first, second):
-        memory.on_change(listener.hear)
+        on_change(listener.hear)
     x = memory.shared(8)
     assert heard == ["first", "second"]
     del x
@@ -60,8 +61,8 @@ def test_a_listener_hears_of_each_change_and_is_not_kept_alive(comm: Communicato
     heard.clear()
     del first, listener, second
     third = Listener("third")
-    memory.on_change(third.hear)
-    y = memory.empty(8)
+    on_change(third.hear)
+    y = other.empty(8)
     assert heard == ["third"]
     del y
     assert heard == ["third"] * 2
@@ -119,19 +120,47 @@ def test_all_gather_where_only_some_parts_stand_in_place(comm: Communicator) -> 
         comm.barrier()
 
 
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("algorithm", ["auto", "mpi", "ring"])
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "ring", "recursive_doubling", "bruck"])
 def test_all_gather_over_nodes_shows_other_ranks_no_wrong_elements(comm: Communicator, algorithm: str) -> None:
-    """MPI libraries may use the result as scratch memory, and two ranks have one result: as equal parts, in place and not."""
-    hosts = on_hosts(comm.mpi, [0, 1, 1])
-    whole = hosts.node.shared((hosts.size, 100), np.float32)
-    expected = np.repeat(np.arange(1, hosts.size + 1), 100).reshape(whole.shape)
-    for turn in range(50):
+    """MPI libraries may use the result as scratch memory, and two ranks have one result: as equal parts, in place and not.
+
+    The communicator need not be the one that has allocated the result.
+    """
+    hosts = on_hosts(comm.mpi, [0, *[1] * (comm.size - 1)])
+    whole = hosts.node.shared((hosts.size, 100), torch.float32)
+    expected = torch.arange(1.0, hosts.size + 1).repeat_interleave(100).reshape(whole.shape)
+    groups = (hosts, hosts.split(0), comm)  # of these ranks
+    for turn in range(60):
         mine = whole[hosts.rank] if turn % 2 else np.empty(100, np.float32)
         mine[:] = hosts.rank + 1
-        hosts.all_gather(whole, mine, algorithm=algorithm)
-        assert np.array_equal(whole, expected), turn
+        chosen = "auto" if algorithm not in groups[turn % 3].algorithms("all_gather") else algorithm
+        groups[turn % 3].all_gather(whole.numpy() if turn % 5 else whole, mine, algorithm=chosen)
+        assert torch.equal(whole, expected), turn
+        comm.barrier()
+        if hosts.node.rank == 0:
+            whole.zero_()
+        comm.barrier()
+    groups[1].free()
     hosts.free()
+
+
+@pytest.mark.ranks(3)
+def test_an_address_that_becomes_shared_has_no_plan_of_private_memory(comm: Communicator) -> None:
+    """Whichever communicator the new array is of."""
+    sub = comm.split(0)
+    out, mine = np.empty((3, 50), np.float32), np.full(50, comm.rank, np.float32)
+    for _ in range(2):
+        sub.all_gather(out, mine, algorithm="mpi")
+    plans = sub._plans
+    assert plans
+    whole = comm.shared(10, np.float32)
+    assert not plans
+    sub.all_gather(out, mine, algorithm="mpi")
+    del whole
+    gc.collect()
+    assert not plans
+    sub.free()
 
 
 def test_another_communicator_s_memory_is_ordinary_memory(comm: Communicator) -> None:
