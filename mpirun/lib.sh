@@ -47,11 +47,25 @@ mpi_environment() {
     fi
 }
 
-# What mpitrain/elastic/supervisor/scripts.py answers; only after setup. A signal is the script's alone: what is made gets known to it.
-ask() (
-    trap '' INT TERM HUP
-    exec "$venv/bin/python" -P -m mpitrain.elastic.supervisor.scripts "$@"
+# Runs a command on which SIGUSR1 and SIGUSR2 have no effect. Those to all processes of a job are for the script and the ranks: what the
+# script starts besides would end by them, without an answer.
+apart() (
+    trap '' USR1 USR2
+    exec "$@"
 )
+
+# As $(mpirun_version); the same holds for the shell of $( ) itself.
+mpirun_version() {
+    trap '' USR1 USR2
+    "$mpirun" --version 2>&1
+}
+
+# What mpitrain/elastic/supervisor/scripts.py answers, as $(ask QUESTION ...); only after setup. A signal is the script's alone: what is
+# made gets known to it.
+ask() {
+    trap '' INT TERM HUP USR1 USR2
+    exec "$venv/bin/python" -P -m mpitrain.elastic.supervisor.scripts "$@"
+}
 
 # Makes a folder for the files of the next mpirun of Open MPI and its daemons, and sets in_session to the words before that mpirun
 # by which it uses the folder. Not exported: what has them in its environment keeps the folder from being removed.
@@ -67,8 +81,9 @@ make_session() {
 # Removes it, with what an mpirun that was killed has left in it.
 remove_session() {
     [ "${#session[@]}" != 0 ] || return 0
-    local left
-    left=$(ask remove "${session[@]}" 2>/dev/null) || true
+    local left=''
+    # nearly always it is empty, and then Python need not start
+    rmdir "${session[1]}" 2>/dev/null || left=$(ask remove "${session[@]}" 2>/dev/null) || true
     [ -z "$left" ] || say "$left"
     session=()
 }
@@ -79,7 +94,7 @@ survive_options() {
     survive=()
     case "$*" in *elastic* | *--config*) ;; *) return 0 ;; esac # others need not wait for an answer
     [ "$(ask is-elastic "$@")" = true ] || return 0
-    case $("$mpirun" --version 2>&1) in *"Open MPI"*) survive=(--with-ft ulfm) ;; esac
+    case $(mpirun_version) in *"Open MPI"*) survive=(--with-ft ulfm) ;; esac
 }
 
 # Sets by_srun to the words by which Slurm itself starts the ranks, where its srun can start those of this MPI. Then a signal of Slurm
@@ -89,24 +104,40 @@ survive_options() {
 srun_words() {
     by_srun=()
     [ -n "${SLURM_JOB_ID-}" ] && [ "${#survive[@]}" = 0 ] && command -v srun >/dev/null || return 0
-    case $("$mpirun" --version 2>&1) in *"Open MPI"*) ;; *) return 0 ;; esac
-    case $(srun --mpi=list 2>&1) in *pmix*) by_srun=(srun --mpi=pmix --export=ALL) ;; *) return 0 ;; esac
+    case $(mpirun_version) in *"Open MPI"*) ;; *) return 0 ;; esac
+    case $(trap '' USR1 USR2 && srun --mpi=list 2>&1) in *pmix*) by_srun=(srun --mpi=pmix --export=ALL) ;; *) return 0 ;; esac
     # Since Slurm 22.05 srun does not take the job's cores of a task, unless it is told by this variable
     [ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK-$SLURM_CPUS_PER_TASK}
 }
 
 # Sets as_rank to the words before the command of a rank, in which a shell does $1, as for trap, at SIGUSR1 and SIGUSR2. '' (ignore them)
-# holds for the rank too until it has its own handlers. With : Open MPI's ranks have no shell.
+# holds for the rank too until it has its own handlers; MPITRAIN_STOP_FILE tells it of an earlier request. With : Open MPI's ranks have no shell.
 # MPICH's mpirun ends all other ranks within a millisecond after a rank was ended by a signal. So the shell, which stays as the parent,
 # lets it see that half a second later, when another rank has printed its report.
 rank_words() {
     as_rank=()
-    case $("$mpirun" --version 2>&1) in
+    case $(mpirun_version) in
     *HYDRA*) # the shell's own word about the signal goes nowhere
         as_rank=(sh -c "trap '$1' USR1 USR2"'; exec 3>&2 2>/dev/null; "$@" 2>&3 3>&-; code=$?; [ $code -le 128 ] || sleep 0.5; exit $code' sh)
         ;;
     *) [ "$1" = : ] || as_rank=(sh -c "trap '$1' USR1 USR2"'; exec "$@"' sh) ;;
     esac
+}
+
+# Sets waiting to the words before a command by which it starts with signal $1 blocked, so that one that comes before the command has its
+# handler waits in the kernel. None where env cannot do that, or would take the command for a variable.
+waiting_words() {
+    waiting=(env "--block-signal=$1")
+    case $venv in *=*) waiting=() ;; esac
+    [ "${#waiting[@]}" = 0 ] || apart "${waiting[@]}" true 2>/dev/null || waiting=()
+}
+
+# Sets as_rank to the words before the command of a rank that srun starts. Slurm signals the rank itself, so its requests to stop wait
+# until mpitrain listens (mpitrain/train/stop.py). The shell, which may begin with no signal blocked, comes first.
+srun_rank_words() {
+    local waiting
+    waiting_words USR1,TERM
+    as_rank=(sh -c "trap '' USR1 USR2"'; exec "$@"' sh ${waiting[@]+"${waiting[@]}"})
 }
 
 # Tells the ranks of the terminal: mpirun stands between it and them, so they cannot see it themselves.

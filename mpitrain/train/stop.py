@@ -24,10 +24,13 @@ def listen(*, trains: bool = True) -> None:
 
     SIGTERM is one too for a program that `trains` as a task of srun: by it Slurm announces scancel, preemption, a requeue and the limit
     of time, perhaps twice. Other programs, which nothing asks whether they should stop, end by it.
+
+    Both may be blocked until now, so that one that comes earlier waits (mpirun/lib.sh).
     """
     signal.signal(signal.SIGUSR1, _request)
     if trains and _is_task_of_srun():
         signal.signal(signal.SIGTERM, _request)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGTERM})
     file = os.environ.get("MPITRAIN_STOP_FILE")
     if file and Path(file).exists():
         _request(signal.SIGUSR1, None)

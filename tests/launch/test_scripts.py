@@ -246,17 +246,54 @@ def test_an_elastic_run_gets_an_mpi_that_survives(tmp_path: Path, words: list[st
     assert (result.returncode, result.stdout) == (0, "--with-ft ulfm\n" if survives else "\n"), str(result)
 
 
-def test_elastic_tells_the_supervisor_of_a_signal_that_came_earlier(checkout: Path) -> None:
+def test_elastic_keeps_a_signal_for_the_supervisor_until_that_listens(checkout: Path) -> None:
+    """One during the setup is told by a variable, one while Python starts waits."""
     shutil.copy(ROOT / "mpirun/elastic", checkout / "mpirun/elastic")
-    look = "import os, signal; print(os.environ.get('MPITRAIN_STOP_ASKED'), signal.getsignal(signal.SIGUSR1).name)\n"
-    (checkout / "mpitrain/__main__.py").write_text(look)
-    for line, when, said in (
-        ("echo sets up; sleep 0.3", "sets up", "1 SIG_IGN"),
-        ("echo sets up", None, "None SIG_IGN"),
+    (checkout / "mpitrain/__main__.py").write_text(
+        "import os, signal, sys\n"
+        "asked = os.environ.get('MPITRAIN_STOP_ASKED')\n"
+        "if asked is None and 'early' in sys.argv: os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "from mpitrain.elastic.supervisor.requests import Requests\n"
+        "print(asked, Requests().stop, signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+    )
+    for early, line, when, said in (
+        ("early", "echo sets up; sleep 0.3", "sets up", f"1 {signal.SIGUSR1:d} set()"),
+        ("early", "echo sets up", None, f"None {signal.SIGUSR1:d} set()"),
+        ("none", "echo sets up", None, "None 0 set()"),
     ):
-        (checkout / "mpirun/setup").write_text(f"#!/bin/sh\ntrap '' USR1\n{line}\n")
-        result = run([checkout / "mpirun/elastic", "-np", "1"], when=when)
+        (checkout / "mpirun/setup").write_text(f"#!/bin/sh\n{line}\n")
+        signals = {"when": when, "send": signal.SIGUSR1} if when else {}
+        result = run([checkout / "mpirun/elastic", "-np", "1", "--", early], **signals)  # type: ignore[arg-type]
         assert (result.returncode, result.stdout) == (0, f"sets up\n{said}\n"), str(result)
+
+
+def test_a_signal_to_all_processes_of_train_lets_it_set_up_and_the_ranks_stop(checkout: Path) -> None:
+    """As by qsig. It comes twice: while setup runs, and while the script asks Python for the folder of mpirun."""
+    (checkout / "mpirun/setup").write_text("#!/bin/sh\nkill -s USR1 0\nsleep 0.1\nkill -s USR2 $$\n")
+    (checkout / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if 'mpitrain.elastic.supervisor.scripts' in sys.orig_argv: os.killpg(0, signal.SIGUSR1)\n"
+    )
+    with subprocess.Popen(
+        [checkout / "mpirun/train", "-np", "1"], cwd=checkout, env=clean_environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as job:  # fmt: skip
+        said = job.communicate(timeout=30)
+    assert job.returncode == 0 and "checkpoint 0" in said[0], said
+
+
+def test_signals_of_slurm_wait_for_the_ranks(checkout: Path) -> None:
+    """They reach ranks that srun has started before these listen."""
+    program = (
+        "import os, signal\n"
+        "for name in ('SIGUSR2', 'SIGUSR1', 'SIGTERM'): os.kill(os.getpid(), getattr(signal, name))\n"
+        "from mpitrain.train import stop\n"
+        "stop.listen(); print(stop.requested(), signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    )
+    script = '. "$1"; load_mpi; srun_rank_words; exec "${as_rank[@]}" "$venv/bin/python" -c "$2"'
+    words = ["bash", "-euc", script, "bash", checkout / "mpirun/lib.sh", program]
+    result = run(words, env={"SLURM_STEP_NUM_TASKS": "1"})
+    assert (result.returncode, result.stdout) == (0, "True set()\n"), str(result)
 
 
 @pytest.mark.skipif(not is_open_mpi(), reason="srun --mpi=pmix starts the ranks of Open MPI")
@@ -278,7 +315,8 @@ def test_a_batch_script_starts_the_ranks_by_srun_unless_it_is_asked_to_stop_befo
         "PATH": f"{checkout}:{os.environ['PATH']}",
     }
     result = run(["bash", ROOT / "examples/slurm/train.sbatch", "--run", "a"], cwd=checkout, env=env)
-    words = f"ranks: 3 --mpi=pmix --export=ALL sh -c trap '' USR1 USR2; exec \"$@\" sh {checkout}/.venv/bin/python -P -m mpitrain"
+    words = "ranks: 3 --mpi=pmix --export=ALL sh -c trap '' USR1 USR2; exec \"$@\" sh"
+    words += f" env --block-signal=USR1,TERM {checkout}/.venv/bin/python -P -m mpitrain"
     assert (result.returncode, result.stdout) == (0, "" if early else f"{words} --run a\n"), str(result)
     assert (result.stderr == "stopped before the start, as asked\n") == early, str(result)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.elastic.supervisor.agents import choose_agent, parse_agent
-from mpitrain.elastic.supervisor.batch import is_unattended
 from mpitrain.elastic.supervisor.decisions import Policy
 from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import expand_names, of_environment
@@ -42,9 +41,7 @@ def main(argv: Sequence[str], requests: Requests | None = None) -> int:
     except (ValueError, OSError) as error:
         say(f"error: {error}")
         return 2
-    requests = requests or Requests()
-    requests.in_batch_job = is_unattended()
-    return Supervisor(plan, folder, requests).run()
+    return Supervisor(plan, folder, requests or Requests()).run()
 
 
 def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:

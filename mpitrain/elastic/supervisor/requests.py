@@ -13,11 +13,12 @@ class Requests:
     """SIGUSR1, and the first SIGINT, SIGTERM or SIGHUP: save and stop. A second one of the latter: end now. SIGUSR2 is passed on.
 
     In a batch job SIGTERM never means to end now: the batch system repeats it, and its SIGKILL follows when the time is over.
-    Made by the first statement of the program: until then a signal is lost, or ends it.
+    Made by the first statement of the program: until then a signal ends it, but SIGUSR1 waits if it is blocked, as by mpirun/elastic.
+    It is not blocked from here on, nor in the processes that are started later. `in_batch_job`: None asks the environment.
     """
 
-    def __init__(self, *, in_batch_job: bool = False, environ: MutableMapping[str, str] = os.environ) -> None:
-        self.in_batch_job = in_batch_job
+    def __init__(self, *, in_batch_job: bool | None = None, environ: MutableMapping[str, str] = os.environ) -> None:
+        self.in_batch_job = bool(in_batch_job)
         self.stop = int(signal.SIGUSR1) if environ.pop(ASKED_VARIABLE, "") else 0
         """the first signal that asked to save and stop, or 0"""
         self.end = 0
@@ -27,6 +28,11 @@ class Requests:
             if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup has it ignored
                 signal.signal(signum, self._asked)
         signal.signal(signal.SIGUSR2, self._record)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        if in_batch_job is None:
+            from mpitrain.elastic.supervisor.batch import is_unattended  # not before the signals are taken
+
+            self.in_batch_job = is_unattended(environ)
 
     def take_records(self) -> int:
         """The number of SIGUSR2 since the last call."""
