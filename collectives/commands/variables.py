@@ -175,6 +175,8 @@ PY_COLORS | whether the tests print colours | as the terminal | scripts
 RANK | only for an error about the launcher | none | torchrun
 RAYON_NUM_THREADS | threads of the fastokens library | 1: the ranks are parallel | you, ranks
 SLURMD_NODENAME | node of a process that Slurm has started | none | Slurm
+SLURM_ARRAY_JOB_ID | number of a job array, for `--requeue` | none | Slurm
+SLURM_ARRAY_TASK_ID | number of a task in it | none | Slurm
 SLURM_CLUSTERS | not passed to Slurm's commands about the own job | none | you
 SLURM_CPUS_PER_TASK | most threads of a rank that nobody has bound | none | Slurm
 SLURM_GTIDS | a rank of srun; programs that a rank starts do not get it | none | Slurm

@@ -91,6 +91,17 @@ def test_other_hosts_may_lack_the_temporary_folder_of_this_one(
         Path(session.folder).rmdir()
         usual = Path(session.folder).parent in (Path("/tmp"), Path("/var/tmp"))
         assert usual == (not is_in_tmpdir or tmpdir == "/proc")
+    site = place / "site"
+    for name in ("bin", "etc"):
+        (site / name).mkdir(parents=True)
+    (site / "bin/mpirun").write_text("#!/bin/sh\n")
+    (site / "bin/mpirun").chmod(0o755)
+    for text in ("# no host\n\n", "# hosts\n n1 slots=4\n"):  # those that mpirun takes by itself
+        (site / "etc/prte-default-hostfile").write_text(text)
+        session = make(parse([str(site / "bin/mpirun"), "a"], "openmpi"), {"TMPDIR": str(place)})
+        assert session is not None
+        Path(session.folder).rmdir()
+        assert (Path(session.folder).parent == place) == ("n1" not in text)
     # what the user says is for all hosts
     session = make(OPEN_MPI, {"TMPDIR": "/proc", PRTE: str(place)}, ["far"])
     assert session is not None and Path(session.folder).parent == place
@@ -102,6 +113,9 @@ def test_no_folder_is_made_in_that_of_another_launch(place: Path) -> None:
     assert outer is not None
     inner = make(OPEN_MPI, dict.fromkeys(VARIABLES, outer.folder))
     assert inner is not None and Path(inner.folder).parent == place
+    far = make(OPEN_MPI, {PRTE: outer.folder, "TMPDIR": str(place)}, ["far"])
+    assert far is not None and Path(far.folder).parent in (Path("/tmp"), Path("/var/tmp")), "TMPDIR of the outer's host"
+    Path(far.folder).rmdir()
     several = place / f"{PLACE_PREFIX}x"
     several.mkdir()
     inner = make(OPEN_MPI, dict.fromkeys(VARIABLES, str(several)))
@@ -157,6 +171,46 @@ def test_the_folder_of_a_living_mpirun_is_not_removed(place: Path) -> None:
         inner.communicate()
     assert cleaned(session) == Found(frozenset({0}))
     assert list(place.iterdir()) == []
+
+
+def test_a_host_answers_at_once_whatever_stays_on_it(place: Path) -> None:
+    """As after launches of which a process hangs in the kernel. Those that end in a moment are waited for once."""
+    stuck = [begun(place) for _ in range(3)]
+    ends = begun(place)
+    started = []
+    for session in stuck:
+        started.append(subprocess.Popen(["cat"], env={**os.environ, PRTE: session.folder}, stdin=subprocess.PIPE))
+    started.append(subprocess.Popen(["sleep", "0.4"], env={**os.environ, ORTE: ends.folder}))
+    try:
+        began = time.monotonic()
+        assert cleaned(ends, *stuck) == Found(frozenset({0}), frozenset({1, 2, 3}))
+        first_s = time.monotonic() - began
+        assert first_s > 0.4
+        for session in stuck:
+            session.kept = {"this host"}
+        began = time.monotonic()
+        assert cleaned(*stuck) == Found(kept=frozenset({0, 1, 2}))
+        assert time.monotonic() - began < first_s - 0.4, "no moment for what has stayed"
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+    assert cleaned(*stuck) == Found(frozenset({0, 1, 2}))
+
+
+@pytest.mark.parametrize("grep", ["exit 127", "case $* in *z*) exit 2 ;; esac"])
+def test_without_a_grep_that_can_tell_a_folder_is_in_use(
+    place: Path, monkeypatch: pytest.MonkeyPatch, grep: str
+) -> None:
+    session = begun(place)
+    (place / "bin").mkdir()
+    (place / "bin/grep").write_text(f"#!/bin/sh\n{grep}\n")
+    (place / "bin/grep").chmod(0o755)
+    monkeypatch.setenv("PATH", str(place / "bin"), prepend=":")
+    assert cleaned(session) == Found(kept=frozenset({0}))
+    assert Path(session.folder, "ompi.17/hwloc.sm").exists()
 
 
 def test_variables_of_the_user_do_not_get_into_the_answer_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +308,12 @@ def test_only_shared_memory_that_the_job_has_made_and_nobody_uses_is_removed() -
             file.close()
             segments.remove_segments(found, since)
         assert [path.exists() for path in files] == [True, False, True, True]
-        new.write_bytes(b"another's")
+        # A process may open a file while it is asked whether one has it open: the kernel then sends a signal.
+        with new.open("wb") as writes, new.open("rb") as same, used.open("rb") as asked:
+            assert not segments._is_unused(same.fileno()) and segments._is_unused(asked.fileno())
+            writes.write(b"another's")
+            with pytest.raises(BlockingIOError):
+                os.open(used, os.O_WRONLY | os.O_NONBLOCK)
         # the old inode may be given out again
         segments.remove_segments({segment._replace(inode=segment.inode + 10**6) for segment in found}, since)
         assert new.exists()

@@ -185,7 +185,8 @@ def test_jobs_that_save_steps_get_on_also_if_an_earlier_one_has_lost_more(
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    run, said = tmp_path / "run", []
+    run = tmp_path / "run"
+    said: list[str] = []
     monkeypatch.setattr(supervisor, "say", said.append)
 
     def save(step: int) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +63,8 @@ def remove_segments(segments: set[Segment], since: float) -> None:
 
 def _is_unused(file: int) -> bool:
     """Whether no process has a file open for writing, or mapped so: the kernel then allows a lease."""
+    # One that opens it before the end of the lease is announced by a signal: SIGURG, as the usual SIGIO would end this process.
+    fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError:

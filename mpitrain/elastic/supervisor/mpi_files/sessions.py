@@ -30,25 +30,30 @@ _UNKNOWN_HOSTS = ("LSB_JOBID", "PE_HOSTFILE")
 _USUAL = ("/tmp", "/var/tmp")
 
 # A program that a rank has started may be an mpirun itself, and use the folder that it was told: what is in it then stays as long as a
-# process has its name. Processes that end take a moment.
+# process has its name. Processes that end take a moment. All folders have one such moment: a host must answer in a few seconds. Without
+# a grep that can tell, a folder is in use. Its exit code tells nothing: the environments of other users' processes cannot be read.
 CLEAN = rf"""
-used() {{ grep -lsxzF -e "{VARIABLES[0]}=$1" -e "{VARIABLES[1]}=$1" /proc/[0-9]*/environ; }}
+rounds=5
+used() {{
+    [ -r /proc/$$/environ ] && printf 'a\0b\0' | grep -qxzF b || return 0
+    [ -n "$(grep -lsxzF -e "{VARIABLES[0]}=$1" -e "{VARIABLES[1]}=$1" /proc/[0-9]*/environ)" ]
+}} 2>/dev/null
 unused() {{
-    for round in 1 2 3 4 5 6 7 8 9 10; do
-        [ -n "$(used "$1")" ] || return 0
+    while used "$1"; do
+        [ "$rounds" -gt 0 ] || return 1
+        rounds=$((rounds - 1))
         sleep 0.2
     done
-    return 1
 }}
+emptied() (
+    cd -P "$1" && {{ [ -z "$2" ] || [ "$(stat -c %d:%i .)" = "$2" ]; }} || exit 1
+    rm -rf ompi.* prte*
+    cd / && rmdir "$1"
+) 2>/dev/null
 clean() {{
     [ -d "$2" ] && [ ! -L "$2" ] && [ -O "$2" ] || return 0
     [ -z "$3" ] || [ "$(stat -c %d:%i "$2")" = "$3" ] || return 0
-    if (
-        rmdir "$2" && exit
-        unused "$2" && cd -P "$2" && {{ [ -z "$3" ] || [ "$(stat -c %d:%i .)" = "$3" ]; }} || exit 1
-        rm -rf ompi.* prte*
-        cd / && rmdir "$2"
-    ) 2>/dev/null; then
+    if rmdir "$2" 2>/dev/null || {{ unused "$2" && emptied "$2" "$3"; }}; then
         removed="$removed $1"
     elif [ -d "$2" ]; then
         kept="$kept $1"
@@ -139,8 +144,10 @@ def make(command: Command, environ: Mapping[str, str], hosts: Iterable[str] = ()
     """
     if command.kind in ("mpich", "srun") or _is_set(command, environ):
         return None
+    hosts = list(hosts)
     others = {host for host in hosts if not is_own(host)}
-    is_here = command.kind == "openmpi" and not others and not any(map(environ.get, _UNKNOWN_HOSTS))
+    is_known = command.kind == "openmpi" and not any(map(environ.get, _UNKNOWN_HOSTS))
+    is_here = is_known and not others and (bool(hosts) or not _has_default_hosts(command))
     for place in _places(environ, is_here=is_here):
         with contextlib.suppress(OSError):
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=os.path.abspath(place))  # with mode 0700
@@ -149,24 +156,34 @@ def make(command: Command, environ: Mapping[str, str], hosts: Iterable[str] = ()
     return None
 
 
+def _has_default_hosts(command: Command) -> bool:
+    """Whether the site has told this mpirun hosts, which it takes without any in its words."""
+    files = (etc / f"{name}-default-hostfile" for etc in _settings_of_site(command) for name in ("prte", "openmpi"))
+    with contextlib.suppress(OSError):
+        return any(re.search(r"^\s*[^#\s]", file.read_text(errors="replace"), re.M) for file in files if file.is_file())
+    return False
+
+
 def _places(environ: Mapping[str, str], *, is_here: bool) -> list[str]:
     given = next((environ[name] for name in VARIABLES if environ.get(name)), None)
     if given and not (path := Path(given)).name.startswith(PREFIX):
         return [given]
     if given:
-        # The folder of another launch, of which this process is a part. It is removed at that launch's end, and this one may go on.
-        return [str(path.parent), *_USUAL]
+        # The folder of another launch, of which this process is a part. It is removed at that launch's end, and this one may go on. The
+        # other launch was perhaps on its host alone, in that host's TMPDIR.
+        is_everywhere = is_here or path.parent != Path(environ.get("TMPDIR") or path.parent / "other")
+        return [*([str(path.parent)] if is_everywhere else []), *_USUAL]
     return [*filter(None, [environ.get("TMPDIR") if is_here else None]), *_USUAL]
 
 
 def script(sessions: Iterable[Session], host: str) -> str:
     """The lines for a shell on a host that remove its folders of ended launches. The numbers of those removed are in $removed, of those
     that are there and could not be in $kept."""
-    lines = [
-        f"clean {number} {shlex.quote(each.folder)} {each.inode if is_own(host) else ''}".rstrip()
-        for number, each in enumerate(sessions)
-    ]
-    return "\n".join([CLEAN, *lines, ""])
+    new, kept = [], []
+    for number, each in enumerate(sessions):
+        line = f"clean {number} {shlex.quote(each.folder)} {each.inode if is_own(host) else ''}".rstrip()
+        (kept if _name(host) in each.kept else new).append(line)
+    return "\n".join([CLEAN, *new, "rounds=0", *kept, ""])  # no moment for what has stayed once
 
 
 # Places that are set otherwise. Open MPI refuses a place for all hosts beside one for some, and its options and files know both.
@@ -194,15 +211,19 @@ def _is_set(command: Command, environ: Mapping[str, str]) -> bool:
 
 def _parameter_files(command: Command, environ: Mapping[str, str]) -> Iterator[Path]:
     """The files that an mpirun may take parameters from: of the site, of the user, and those that options and variables name."""
-    launcher = shutil.which(command.launcher)
-    prefixes = {Path(path).parents[1] for path in (launcher, os.path.realpath(launcher))} if launcher else set()
-    for prefix in prefixes:
-        places = [prefix / "etc"]
-        if prefix.is_relative_to("/usr"):  # the packages of distributions
-            places += [place for name in ("openmpi*", "prte*") for place in Path("/etc").glob(name)]
-        yield from (place / f"{name}-mca-params.conf" for place in places for name in ("prte", "openmpi"))
+    yield from (etc / f"{name}-mca-params.conf" for etc in _settings_of_site(command) for name in ("prte", "openmpi"))
     home = Path(environ.get("HOME", "/nonexistent"))
     yield from (home / name / "mca-params.conf" for name in (".prte", ".openmpi"))
     lists = [command.option(f"{dash}{name}") for name in _FILE_OPTIONS for dash in ("-", "--")]
     lists += [value for name, value in environ.items() if _FILE_VARIABLE.fullmatch(name)]
     yield from (Path(name) for text in lists if text for name in re.split("[:,]", text) if name)
+
+
+def _settings_of_site(command: Command) -> Iterator[Path]:
+    """The folders in which an mpirun may have settings of the site."""
+    launcher = shutil.which(command.launcher)
+    prefixes = {Path(path).parents[1] for path in (launcher, os.path.realpath(launcher))} if launcher else set()
+    for prefix in prefixes:
+        yield prefix / "etc"
+        if prefix.is_relative_to("/usr"):  # the packages of distributions
+            yield from (place for name in ("openmpi*", "prte*") for place in Path("/etc").glob(name))
