@@ -312,7 +312,7 @@ def test_memory_of_the_node_goes_with_the_model(comm) -> None:
         model = nn.Linear(64, 64)
         fully_shard(model, comm, storage="resident")
         model(torch.ones(2, 64)).sum().backward()
-        assert segments() - before
+        assert segments() - before or comm.size == 1  # one rank needs no file
         del model
     assert not segments() - before
 
