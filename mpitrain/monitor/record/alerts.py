@@ -38,8 +38,8 @@ class Alerts:
     """Runs a shell command for each event of a run, in order, with the event as one line of JSON on its standard input.
 
     A command runs in a session of its own, and goes on if this process ends. It and what it starts ignore SIGTERM, SIGUSR1 and SIGUSR2,
-    which Slurm sends to all processes of a step that it ends. Its output goes to RUN/alerts.log: mpirun would wait for a command that
-    had its ranks' output. A command that fails stops nothing.
+    which Slurm sends to all processes of a step that it ends. A program that handles SIGTERM itself, such as `timeout`, does not.
+    Output goes to RUN/alerts.log: mpirun would wait for a command that had its ranks' output. A command that fails stops nothing.
 
     Args:
         command: for `sh -c`.

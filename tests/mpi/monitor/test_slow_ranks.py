@@ -68,7 +68,8 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(
     for event in events:
         assert (event["event"], event["rank"], event["host"]) == ("straggler", slow, platform.node())
         assert event["factor"] > stragglers.FACTOR and event["cost_s"] > 0.5
-        # Ranks that share a core use it while they wait for each other: then the cause may be told wrongly.
-        assert event["cause"] == cause or comm.size > len(os.sched_getaffinity(0))
+        # Ranks that share a core use it while they wait for each other: then a rank that sleeps may seem to compute.
+        others = {"compute", "cpu"} if comm.size > len(os.sched_getaffinity(0)) else set()
+        assert event["cause"] in {cause} | others
     if comm.rank == 0:
         assert f"rank {slow} on {platform.node()} takes " in capsys.readouterr().out

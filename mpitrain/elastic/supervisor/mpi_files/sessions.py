@@ -179,7 +179,8 @@ def _places(environ: Mapping[str, str], *, is_here: bool) -> list[str]:
 def script(sessions: Iterable[Session], host: str) -> str:
     """The lines for a shell on a host that remove its folders of ended launches. The numbers of those removed are in $removed, of those
     that are there and could not be in $kept."""
-    new, kept = [], []
+    new: list[str] = []
+    kept: list[str] = []
     for number, each in enumerate(sessions):
         line = f"clean {number} {shlex.quote(each.folder)} {each.inode if is_own(host) else ''}".rstrip()
         (kept if _name(host) in each.kept else new).append(line)
