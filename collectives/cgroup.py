@@ -14,11 +14,17 @@ from typing import NamedTuple
 
 from collectives.texts import show_bytes
 
-_ENDLESS = 1 << 60  # version 1 has a number in place of no limit: the largest one, less a page
+ENDLESS = 1 << 60
+"""More bytes than any memory has. Version 1 has such a number in place of no limit: the largest one, less a page."""
 _BATCH = 1 << 20  # the kernel counts memory in batches of pages
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _COUNTS = ("memory.events", "memory.oom_control")
 _USAGES = ("memory.current", "memory.usage_in_bytes")
+_GIVEN_BACK = (
+    "inactive_file",
+    "active_file",
+    "slab_reclaimable",
+)  # of memory.stat: what the kernel frees for processes
 MORE_MEMORY = "ask for more memory (Slurm: --mem, docker: --memory), or start fewer ranks on a node"
 _OF_HOST = "start fewer ranks on a node, or take a host with more memory"
 NAMED = "the kernel's OOM killer"
@@ -65,7 +71,7 @@ def limit(folder: Path) -> int | None:
     """The bytes that the processes of a group may have; None: as many as the groups around it."""
     for name in _LIMITS:
         for text in _lines(folder / name)[:1]:
-            if text.strip().isdecimal() and (value := int(text)) < _ENDLESS:
+            if text.strip().isdecimal() and (value := int(text)) < ENDLESS:
                 return value
     return None
 
@@ -75,17 +81,28 @@ def smallest_limit(folders: Sequence[Path]) -> int | None:
     return min((value for each in folders if (value := limit(each)) is not None), default=None)
 
 
-def room(folders: Sequence[Path]) -> int | None:
-    """The bytes that a process in all of these groups may still take; None: any number. The kernel drops copies of files for them."""
+def room(folders: Sequence[Path], swap: int = 0) -> int | None:
+    """The bytes that a process in all of these groups may still take; None: any number. The kernel drops copies of files for them.
+
+    `swap`: the bytes of swap space that are free. How much of it a group may have is known in version 2 alone.
+    """
     rooms = []
     for each in folders:
         if (most := limit(each)) is not None:
             its = _numbers(each / "memory.stat")
             # Version 1 has the sums over the groups below under names of their own. Shared memory is in neither.
-            files = sum(its.get(f"total_{name}", its.get(name, 0)) for name in ("inactive_file", "active_file"))
+            given_back = sum(its.get(f"total_{name}", its.get(name, 0)) for name in _GIVEN_BACK)
             used = next((usage for name in _USAGES if (usage := _number(each / name))), 0)
-            rooms.append(max(most - max(used - files, 0), 0))
+            rooms.append(max(most - max(used - given_back, 0), 0) + min(swap, _swap_room(each)))
     return min(rooms, default=None)
+
+
+def _swap_room(folder: Path) -> int:
+    """The bytes of swap space that a group may still take; 0 if it is not known."""
+    for text in _lines(folder / "memory.swap.max")[:1]:
+        most = ENDLESS if text.strip() == "max" else _number(folder / "memory.swap.max")
+        return max(most - _number(folder / "memory.swap.current"), 0)
+    return 0
 
 
 class Count(NamedTuple):

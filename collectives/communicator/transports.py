@@ -80,7 +80,7 @@ class Transports:
             self._planners |= {"staged": staged, "shared": self.shared}
         except OSError as error:
             self._infeasible |= dict.fromkeys(WITHIN_NODE, str(error))
-            say_short(self._mpi.rank, f"collectives on this node go through MPI instead of its memory: {error}")
+            say_short(self._mpi.rank, "collectives on this node go through MPI instead of its memory", error)
 
     def _join(self, node: "Transports") -> None:
         """Use the transports of this rank's node, on a communicator that may span several nodes."""

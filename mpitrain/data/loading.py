@@ -140,7 +140,7 @@ def load_corpus(config: DataConfig, comm: Communicator, context: int = 0) -> Cor
                 )
             reads = tokens is None or comm.node.rank == 0
             if tokens is None:
-                say_short(comm.node.rank, f"each rank of this node has its own copy of the data: {problem}", _log)
+                say_short(comm.node.rank, "each rank of this node has its own copy of the data", problem, _log)
                 tokens = np.empty(part.num_tokens, np.uint8)
             if reads:
                 read_into(part, tokens)

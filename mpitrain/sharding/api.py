@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
-from collectives.transports.node.memory import say_short
+from collectives.transports.node.anonymous import ShortOfMemoryError
 from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.spread import mark_renamed, mark_replaced
@@ -39,7 +39,7 @@ from mpitrain.sharding.setup.options import (
 )
 from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.setup.readiness import check_names
-from mpitrain.sharding.setup.room import NewUnit, lacks_room
+from mpitrain.sharding.setup.room import NewUnit, lacks_room, say_private
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import Cut
@@ -183,7 +183,8 @@ def fully_shard(
 
     if options.storage == "auto" and stage > 0:
         new = _new_units([*kept, *blocks, module], policy_of, options)
-        if new and lacks_room(new, units_of(module), ranks, has_slices=bool(options.slices)):
+        would_keep = _would_keep(options, ranks)
+        if new and lacks_room(new, units_of(module), ranks, would_keep=would_keep, has_slices=bool(options.slices)):
             options = replace(options, storage="private")
     for whole in (*blocks, module):
         inside = {id(part) for part in whole.modules() if part is not whole}
@@ -272,6 +273,11 @@ def _flat(
     return FlatParameters(params, ranks, policy, device, storage, options.offload_policy, slices)
 
 
+def _would_keep(options: Options, ranks: DataParallelRanks) -> bool:
+    """Whether each rank keeps a copy of the full parameters in private storage."""
+    return options.stage < 3 or ranks.shard.size == 1
+
+
 def _storage(
     shapes: Shapes,
     dtype: torch.dtype,
@@ -291,14 +297,22 @@ def _storage(
         except OSError as error:
             problem = error
         # One node may lack the memory.
-        problems = ranks.data_parallel.all_gather_object(None if problem is None else str(problem))
-        if not any(problems) and resident is not None:
+        problems = ranks.data_parallel.all_gather_object(
+            None if problem is None else (str(problem), isinstance(problem, ShortOfMemoryError))
+        )
+        found = [each for each in problems if each is not None]
+        if not found and resident is not None:
             return resident
-        reason = next(text for text in problems if text)
-        if options.storage == "resident":
-            raise OSError(reason) from problem
-        say_short(ranks.data_parallel.rank, f"fully_shard: full parameters are in private memory: {reason}", _log)
-    if options.stage < 3 or ranks.shard.size == 1:
+        reason = found[0][0]
+        is_short = any(its for _, its in found)
+        if is_short and not _would_keep(options, ranks):
+            reason += ", or choose storage='private' (--parallel.storage private)"
+        # What the machine has free may not choose the storage, see `Room`.
+        if options.storage == "resident" or is_short:
+            with ranks.data_parallel.together():  # so that all ranks know of it
+                raise OSError(reason) from problem
+        say_private(ranks.data_parallel, reason)
+    if _would_keep(options, ranks):
         return Kept(shapes, ranks.wired.weights, dtype, device, cut=options.cut)
     group = None if num_group is None else group_for_weights(ranks, num_group)
     return Gathered(shapes, ranks.wired.weights, dtype, device, group, cut=options.cut)

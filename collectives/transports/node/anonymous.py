@@ -15,6 +15,10 @@ from collectives import cgroup
 from collectives.texts import show_bytes
 
 
+class ShortOfMemoryError(OSError):
+    """More memory was asked for than this process may take."""
+
+
 class Place(NamedTuple):
     """Where other processes find a file, and what tells it from any other."""
 
@@ -41,26 +45,30 @@ def place_of(fd: int) -> Place:
 
 def open_at(place: Place) -> int:
     """Open the file of another process, which must have it open still. OSError if the kernel does not allow it."""
-    its = os.stat(
-        place.path
-    )  # before it is opened, because it may be anything: in containers a number may be another process's
+    # Before it is opened, because it may be anything: in containers a number may be another process's.
+    its = os.stat(place.path)
     if (its.st_dev, its.st_ino) != place[1:]:
         raise OSError(f"{place.path} is another file here")
     return os.open(place.path, os.O_RDWR)
 
 
 def check(nbytes: int) -> None:
-    """OSError if `nbytes` are more than this process may still take: the kernel would end processes instead."""
+    """ShortOfMemoryError if `nbytes` are more than this process may still take: the kernel would end processes instead."""
     if nbytes > (available := available_bytes()):
-        raise OSError(f"{show_bytes(available)} of memory are available; {cgroup.MORE_MEMORY}")
+        raise ShortOfMemoryError(f"{show_bytes(available)} of memory are available; {cgroup.MORE_MEMORY}")
 
 
 def available_bytes() -> int:
     """The memory that this process may still take: of the machine with its swap space, and within the limits of its cgroups."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    available, swap = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE, 0
     with suppress(OSError, ValueError, KeyError):
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         known = {line[0]: int(line[1]) << 10 for line in lines if line[0] in ("MemAvailable:", "SwapFree:")}
-        available = known["MemAvailable:"] + known.get("SwapFree:", 0)
-    within = cgroup.room(cgroup.groups_of())
-    return available if within is None else min(available, within)
+        available, swap = known["MemAvailable:"], known.get("SwapFree:", 0)
+    return min(available + swap, within_limits(swap))
+
+
+def within_limits(swap: int = 0) -> int:
+    """The memory that the limits of this process's cgroups leave, whatever the machine has. `swap`: the swap space that is free."""
+    within = cgroup.room(cgroup.groups_of(), swap)
+    return cgroup.ENDLESS if within is None else within

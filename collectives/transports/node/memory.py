@@ -23,7 +23,7 @@ from uuid import uuid4
 import numpy as np
 
 from collectives.arrays.buffer import address_of
-from collectives.cgroup import MORE_MEMORY
+from collectives.cgroup import ENDLESS, MORE_MEMORY
 from collectives.diagnosis.together import together
 from collectives.files import open_new
 from collectives.texts import show_bytes
@@ -35,7 +35,7 @@ _UNCHECKED_BYTES = 1 << 26  # to read what memory is available takes as long as 
 _log = logging.getLogger("collectives")
 
 _LARGER = "make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more"
-_OTHER = "set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
+OTHER_FOLDER = "set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
 
 
 def folder() -> Path:
@@ -46,14 +46,14 @@ def folder() -> Path:
 
 def room() -> int:
     """The bytes that this process can still put into `folder`: 0 if it cannot make a file there, and no more than it may take."""
-    return min(_free(), anonymous.available_bytes())
+    return min(free_in_folder(), anonymous.available_bytes())
 
 
 def remedy(nbytes: int) -> str:
     """What a user may do who lacks room for `nbytes`."""
     if anonymous.available_bytes() < nbytes:
         return MORE_MEMORY
-    return _LARGER if _is_usable() else _OTHER
+    return _LARGER if _is_usable() else OTHER_FOLDER
 
 
 def _is_usable() -> bool:
@@ -61,22 +61,24 @@ def _is_usable() -> bool:
     return os.access(folder(), os.W_OK | os.X_OK)
 
 
-def _free() -> int:
-    """The bytes that are free in `folder`; 0 if this process cannot make a file there."""
+def free_in_folder() -> int:
+    """The bytes that are free in `folder`, whatever memory there is; 0 if this process cannot make a file there."""
     try:
         there = os.statvfs(folder())
     except OSError:
         return 0
-    return there.f_bavail * there.f_frsize if _is_usable() else 0
+    if not _is_usable():
+        return 0
+    # A file system in memory that was mounted without a limit has a size of 0.
+    return there.f_bavail * there.f_frsize if there.f_blocks else ENDLESS
 
 
 _said: set[str] = set()
 
 
-def say_short(rank: int, text: str, log: logging.Logger = _log) -> None:
-    """Print, on rank 0 of those that lack node memory, what they do without it, each thing once in a process. `text`: WHAT: WHY."""
-    what = text.partition(":")[0]
-    log.log(logging.INFO if rank or what in _said else logging.WARNING, "%s", text)
+def say_short(rank: int, what: str, why: object, log: logging.Logger = _log) -> None:
+    """Print, on rank 0 of those that lack node memory, what they do without it, and why: each `what` once in a process."""
+    log.log(logging.INFO if rank or what in _said else logging.WARNING, "%s: %s", what, why)
     _said.add(what)
 
 
@@ -102,7 +104,7 @@ class NodeMemory:
 
     def check_room(self, nbytes: int) -> None:
         """OSError on all ranks if now there is neither room for `nbytes` in the folder nor anonymous memory. Collective."""
-        if self.size > 1 and self._mpi.bcast(_free() < nbytes):
+        if self.size > 1 and self._mpi.bcast(free_in_folder() < nbytes):
             self._map_anonymous(1, f"{folder()} has too little room for {show_bytes(nbytes)}; {remedy(nbytes)}")
 
     def _map(self, nbytes: int, stride: int, *, or_anonymous: bool) -> np.ndarray:
@@ -115,7 +117,7 @@ class NodeMemory:
         try:
             mapping = self._map_file(length, nbytes)
         except OSError as error:  # on all ranks
-            if not or_anonymous:
+            if not or_anonymous or isinstance(error, anonymous.ShortOfMemoryError):
                 raise
             mapping = self._map_anonymous(length, str(error))
             _log.info("anonymous memory in place of a file: %s", error)
@@ -198,7 +200,7 @@ class NodeMemory:
         try:
             return open_new(path, 0o600)
         except OSError as error:  # the folder is not there, or read-only
-            raise type(error)(f"{error}; {_OTHER}") from None
+            raise type(error)(f"{error}; {OTHER_FOLDER}") from None
 
     @staticmethod
     def _reserve(fd: int, start: int, length: int) -> None:

@@ -206,7 +206,7 @@ def made_own(path: Path) -> tuple[Path, int]:
 
     Another process may have removed the empty folder since. Then it is made again, or another one if a stranger has taken its name.
     """
-    with suppress(FileNotFoundError, PermissionError), opened(path.parent) as folder:
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError), opened(path.parent) as folder:
         return path, open_own(path.name, os.O_RDWR | os.O_CREAT, folder=folder)
     path = own_folder() / path.name
     with opened(path.parent) as folder:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from collectives.transports.node.memory import folder
+from collectives.transports.node.memory import OTHER_FOLDER, folder
 
 _NUM_NAMES = 8
 
@@ -27,9 +27,7 @@ def own_folder() -> Path:
         except FileExistsError:
             pass
         except OSError as error:
-            raise type(error)(
-                f"{error}; set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
-            ) from None
+            raise type(error)(f"{error}; {OTHER_FOLDER}") from None
         if _is_own(path):
             return path
     raise PermissionError(

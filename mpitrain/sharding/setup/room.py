@@ -4,6 +4,9 @@ What is counted: the full parameters of the new units, the gradient buffers of t
 the rings of the collectives, each only where several ranks of a node share it. python -m mpitrain memory counts them by the same
 functions; it also counts what is not known here: the text, the activations of tensor-parallel ranks, copies of the state. Gradient
 buffers, rings and these activations find other memory if another job takes the room later.
+
+The room is that of the folder of node memory. Where private storage would need less memory (stage 3), that within the limits of the
+cgroups counts, too.
 """
 
 import logging
@@ -15,9 +18,10 @@ import torch
 from torch import nn
 
 from collectives import Communicator
+from collectives.cgroup import MORE_MEMORY
 from collectives.texts import show_bytes
-from collectives.transports.node.memory import folder, remedy, room, say_short
-from collectives.transports.node.noted_room import noted_room, take_noted
+from collectives.transports.node.memory import folder, remedy, say_short
+from collectives.transports.node.noted_room import Room, noted_room, room_now, take_noted
 from collectives.transports.node.staged import ring_bytes
 from mpitrain.parts import stages_of
 from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
@@ -43,31 +47,54 @@ class _Need(NamedTuple):
 
 
 def lacks_room(
-    new: Sequence[NewUnit], made: Iterable[Unit], ranks: DataParallelRanks, *, has_slices: bool = False
+    new: Sequence[NewUnit],
+    made: Iterable[Unit],
+    ranks: DataParallelRanks,
+    *,
+    would_keep: bool,
+    has_slices: bool = False,
 ) -> bool:
     """Whether a node has too little node memory for the units of `new`, if they are resident. Collective over `ranks.all_holders`.
 
-    `made`: the units within the module, whose gradient buffers are made at the first forward. The same on all ranks; one says it.
+    `made`: the units within the module, whose gradient buffers are made at the first forward. `would_keep`: private storage would keep
+    a copy of the full parameters for each rank. That is more memory, so only the folder can be too small then. The same on all ranks;
+    one says it.
     """
     stages = stages_of(param for unit in new for param in unit.params)
     everyone, holders = ranks.everyone.node.size, ranks.all_holders.node
     noted = noted_room(stages)
-    mine = _need(new, made, ranks, has_slices=has_slices), room() if noted is None else noted
+    mine = _need(new, made, ranks, has_slices=has_slices), room_now() if noted is None else noted
     of_ranks = holders.all_gather_object(mine)
     # Other stages of a pipeline are taken to need as much: see [Note: room of stages] in noted_room.py.
     full, others = (sum(each) * everyone // holders.size for each in zip(*(need for need, _ in of_ranks), strict=True))
-    free = min(free for _, free in of_ranks)
-    problem = ""
-    if full and full + others > free:  # without the first no rank shares parameters
-        problem = f"{folder()} on {platform.node()} has {show_bytes(free)} of room, and {show_bytes(full + others)} are expected, "
-        problem += f"gradient buffers included; {remedy(full + others)}"
+    free = Room(*(min(each) for each in zip(*(free for _, free in of_ranks), strict=True)))
+    problem = (
+        _problem(full + others, free, counts_limit=not would_keep) if full else ""
+    )  # without full no rank shares parameters
     problems = [each for each in ranks.all_holders.all_gather_object(problem) if each]
     if problems:
-        said = f"fully_shard: full parameters are in private memory, a copy for each rank: {problems[0]}"
-        say_short(ranks.all_holders.rank, said, _log)
+        say_private(ranks.all_holders, problems[0])
     else:
         take_noted(stages, full)
     return bool(problems)
+
+
+def say_private(comm: Communicator, why: str) -> None:
+    """Say on one rank of `comm` that parameters for which storage is "auto" are private."""
+    say_short(comm.rank, "fully_shard: full parameters are in private memory", why, _log)
+
+
+def _problem(needed: int, free: Room, *, counts_limit: bool) -> str:
+    """What is too small on this node; "" if nothing is."""
+    wanted = f"{show_bytes(needed)} are expected, gradient buffers included"
+    if needed > free.in_folder:
+        return (
+            f"{folder()} on {platform.node()} has {show_bytes(free.in_folder)} of room, and {wanted}; {remedy(needed)}"
+        )
+    if counts_limit and needed > free.in_limit:
+        left = show_bytes(max(free.in_limit, 0))
+        return f"the limit of memory of the cgroup on {platform.node()} leaves {left}, and {wanted}; {MORE_MEMORY}"
+    return ""
 
 
 def _need(new: Iterable[NewUnit], made: Iterable[Unit], ranks: DataParallelRanks, *, has_slices: bool) -> _Need:

@@ -25,5 +25,5 @@ def host_arrays(peers: Communicator, dtype: torch.dtype, numel: int, count: int)
     try:
         return [peers.node.empty(numel, dtype, or_anonymous=True) for _ in range(count)]
     except OSError as error:  # on all ranks of the node
-        say_short(peers.node.rank, f"gradients are reduced from private memory: {error}", _log)
+        say_short(peers.node.rank, "gradients are reduced from private memory", error, _log)
         return [torch.zeros(numel, dtype=dtype) for _ in range(count)]

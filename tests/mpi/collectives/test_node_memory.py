@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ from collectives.arrays.buffer import as_numpy, is_torch
 from collectives.arrays.dtypes import TABLE
 from collectives.transports.node import anonymous
 from collectives.transports.node.mappings import on_change
-from collectives.transports.node.memory import NodeMemory, folder
+from collectives.transports.node.memory import NodeMemory, folder, free_in_folder
+from collectives.transports.node.memory import room as room_in_memory
+from mpitrain.chaos.disk import small_disk
 
 pytestmark = pytest.mark.one_node
 
@@ -333,3 +336,20 @@ def test_more_than_the_memory_is_an_error_and_ends_no_process(
             ) as caught:
                 allocate(101 << 20, np.uint8, or_anonymous=or_anonymous)
             assert on_all_ranks(caught.value)
+
+
+@pytest.mark.ranks(1)
+def test_a_folder_without_a_limit_has_room(
+    comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tmpfs with size=0, and ramfs: their size is 0."""
+    with ExitStack() as mounted:
+        try:
+            mounted.enter_context(small_disk(shared_tmp / "shm", 0))
+        except PermissionError as error:
+            pytest.skip(f"a file system cannot be mounted here: {error}")
+        monkeypatch.setenv("MPITRAIN_SHM_DIR", str(shared_tmp / "shm"))
+        assert os.statvfs(folder()).f_blocks == 0
+        assert free_in_folder() > 1 << 50 and 0 < room_in_memory() <= anonymous.available_bytes() + (1 << 30)
+        monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
+        assert free_in_folder() == room_in_memory() == 0

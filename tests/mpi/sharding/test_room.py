@@ -9,9 +9,10 @@ from pretended_hosts import on_hosts
 from torch import nn
 
 import mpitrain
-from collectives import Communicator
+from collectives import Communicator, on_all_ranks
 from collectives.transports.node import anonymous, noted_room
 from collectives.transports.node.memory import NodeMemory
+from collectives.transports.node.noted_room import Room
 from mpitrain import fully_shard
 from mpitrain.chaos.disk import small_disk
 from mpitrain.config import parse
@@ -44,8 +45,13 @@ def kinds_of(model: nn.Module) -> set[str]:
     return {flat.storage.kind for unit in units_of(model) for flat in unit.flats}
 
 
+def have_room(monkeypatch: pytest.MonkeyPatch, in_folder: int) -> None:
+    """A folder of node memory with so many bytes."""
+    monkeypatch.setattr(room_of_nodes, "room_now", lambda: Room(in_folder, 1 << 60))
+
+
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize(("stage", "how"), [(1, "small"), (3, "small"), (3, "missing"), (1, "a limit of memory")])
+@pytest.mark.parametrize(("stage", "how"), [(1, "small"), (3, "small"), (3, "missing"), (3, "the limit of memory")])
 def test_one_small_node_makes_all_private(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, stage: int, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,16 +61,38 @@ def test_one_small_node_makes_all_private(
     monkeypatch.setattr("collectives.transports.node.memory._said", set())
     if how == "missing" and hosts.rank:
         monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
-    if how == "a limit of memory" and hosts.rank:
-        monkeypatch.setattr(anonymous, "available_bytes", lambda: FULL_BYTES // 4)
+    if how == "the limit of memory" and hosts.rank:
+        monkeypatch.setattr(anonymous, "within_limits", lambda: FULL_BYTES // 4)
     if how == "small":
-        monkeypatch.setattr(room_of_nodes, "room", lambda: FULL_BYTES // 4 if hosts.rank == 2 else 1 << 40)
+        have_room(monkeypatch, FULL_BYTES // 4 if hosts.rank == 2 else 1 << 40)
     kinds, out = trained(hosts, stage)
     assert kinds == {"gathered" if stage == 3 else "kept"} and torch.equal(out, expected)
     lines = [each.message for each in caplog.records if "fully_shard: " in each.message and each.levelname == "WARNING"]
     assert len(lines) == (comm.rank == 0), lines
+    short = how if "limit" in how else "/not-there" if how == "missing" else "/dev/shm"
+    assert all(line.partition("in private memory: ")[2].startswith(short) for line in lines), lines
     assert all(("set MPITRAIN_SHM_DIR" if "limit" not in how else "ask for more memory") in line for line in lines)
     hosts.free()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    ("stage", "has"), [(1, "a limit"), (2, "a limit"), (1, "a full machine"), (3, "a full machine")]
+)
+def test_a_lack_of_memory_does_not_choose_what_needs_more_or_other_bits(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, stage: int, has: str
+) -> None:
+    """In stages 1 and 2 private storage needs more memory. What a machine has free is another number in each run."""
+    name = "within_limits" if has == "a limit" else "available_bytes"
+    monkeypatch.setattr(anonymous, name, lambda *_: FULL_BYTES // 4)
+    assert trained(comm, stage)[0] == {"resident"}
+    # Of a large array the memory is looked for first.
+    monkeypatch.setattr(anonymous, "available_bytes", lambda: FULL_BYTES // 4)
+    check = staticmethod(lambda length: anonymous.check(length) if length == FULL_BYTES // 2 else None)
+    monkeypatch.setattr(NodeMemory, "_check", check)
+    with pytest.raises(OSError, match=r"cannot share .* of memory are available; ask for more memory") as caught:
+        trained(comm, stage)
+    assert on_all_ranks(caught.value) and ("or choose storage='private'" in str(caught.value)) == (stage == 3)
 
 
 @pytest.mark.ranks(3)
@@ -73,10 +101,10 @@ def test_gradient_buffers_are_counted_and_find_other_memory(
 ) -> None:
     _, expected = trained(comm, 3)
     rings = 3 * room_of_nodes.ring_bytes(3)
-    monkeypatch.setattr(room_of_nodes, "room", lambda: rings + FULL_BYTES)  # for the parameters alone
+    have_room(monkeypatch, rings + FULL_BYTES)  # for the parameters alone
     assert trained(comm, 3)[0] == {"gathered"}
     # For both: each rank has two buffers for the larger unit.
-    monkeypatch.setattr(room_of_nodes, "room", lambda: rings + 4 * FULL_BYTES)
+    have_room(monkeypatch, rings + 4 * FULL_BYTES)
     assert trained(comm, 3)[0] == {"resident"}
     reserve = NodeMemory._reserve
 
@@ -166,10 +194,10 @@ def test_stages_of_a_pipeline_see_one_room(
     mesh = mpitrain.mesh(comm, pp=2)
     # A call is for half of each stage: its parameters are one FULL_BYTES, its gradients on four ranks two.
     room = 4 * room_of_nodes.ring_bytes(4) + num_bytes * FULL_BYTES
-    monkeypatch.setattr(noted_room, "room", lambda: room)
+    monkeypatch.setattr(noted_room, "room_now", lambda: Room(room, 1 << 60))
     model = Stacked()
     pipeline(model, mesh["pp"], micro_batches=2, plan=StagePlan((), "blocks", (), "x"), division=[1, 1])
-    monkeypatch.setattr(room_of_nodes, "room", lambda: 0)
+    have_room(monkeypatch, 0)
     (block,) = (block for block in model.blocks if next(block.parameters(), None) is not None)
     for module in (*block, model):
         fully_shard(module, mesh, stage=stage)

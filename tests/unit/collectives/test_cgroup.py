@@ -105,6 +105,7 @@ def test_the_groups_of_a_process_and_their_limit(
         ({"max": "1000", "current": "900", "stat": "anon 300\nshmem 300\ninactive_file 200\nactive_file 100"}, 400),
         ({"max": "1000", "current": "1100", "stat": "inactive_file 0"}, 0),
         ({"max": "1000"}, 1000),
+        ({"max": "1000", "current": "900", "stat": "slab_reclaimable 100\nslab_unreclaimable 200\nslab 300"}, 200),
         ({"max": "max", "current": "900"}, None),
         ({"limit_in_bytes": "1000", "usage_in_bytes": "900", "stat": "inactive_file 1\ntotal_inactive_file 250"}, 350),
         ({"limit_in_bytes": ENDLESS, "usage_in_bytes": "900"}, None),
@@ -116,6 +117,18 @@ def test_the_room_within_a_limit(files: dict[str, str], expected: int | None, tm
     make(outer, {"memory.max": "5000", "memory.current": "100"})
     assert room([inner]) == expected
     assert room([inner, outer]) == (4900 if expected is None else expected) and room([]) is None
+
+
+@pytest.mark.parametrize(
+    ("most", "used", "expected"),
+    [("max", "0", 150), ("40", "30", 110), ("0", "0", 100), ("40", "50", 100), (None, "0", 100)],
+)
+def test_the_room_counts_swap_space_that_a_group_may_use(
+    most: str | None, used: str, expected: int, tmp_path: Path
+) -> None:
+    swap = {} if most is None else {"memory.swap.max": most, "memory.swap.current": used}
+    make(tmp_path, {"memory.max": "1000", "memory.current": "900", **swap})
+    assert room([tmp_path], swap=50) == expected and room([tmp_path]) == 100
 
 
 def test_without_cgroups_nothing_is_said(tmp_path: Path) -> None:

@@ -190,19 +190,28 @@ def test_a_run_is_held_also_in_the_folder_that_it_has_no_longer(room: Path) -> N
     assert list(room.iterdir()) == []
 
 
-def test_a_file_is_made_in_no_folder_that_a_stranger_has_put_there(room: Path) -> None:
-    path = path_of(RUN, 1, 0, 0)
+@pytest.mark.parametrize("puts", ["a folder", "a file", "a link", "a dangling link"])
+def test_a_file_is_made_in_no_folder_that_a_stranger_has_put_there(room: Path, tmp_path: Path, puts: str) -> None:
+    path, theirs = path_of(RUN, 1, 0, 0), tmp_path / "theirs"
     path.parent.rmdir()
-    path.parent.mkdir()
-    path.parent.chmod(0o777)
+    if puts == "a folder":
+        path.parent.mkdir()
+        path.parent.chmod(0o777)
+    elif puts == "a file":
+        path.parent.touch()
+    else:
+        if puts == "a link":
+            theirs.mkdir(0o700)
+        path.parent.symlink_to(theirs)
     file = CopyFile(path, 16, 16)
     assert file.path == path.parent.with_name(f"{path.parent.name}.1") / path.name and file.path.exists()
-    assert list(path.parent.iterdir()) == []
     file.remove()
     hold(RUN)
-    assert list(path.parent.iterdir()) == [] and not is_unheld(RUN)
+    assert not is_unheld(RUN)
     remove_all(RUN)
-    assert list(room.iterdir()) == [path.parent]
+    assert [each for each in room.iterdir() if each.name.startswith("mpitrain")] == [path.parent]
+    if puts in ("a folder", "a link"):
+        assert list(path.parent.iterdir()) == []
 
 
 def test_a_partner_without_a_folder_for_copies_reports_that_and_takes_the_copy(room: Path) -> None:
