@@ -13,7 +13,7 @@ import numpy as np
 from ckpt.tensors import inspect
 from collectives import Communicator
 from collectives.texts import show_bytes
-from collectives.transports.node.memory import folder, room
+from collectives.transports.node.memory import folder, remedy, room
 from mpitrain.elastic.copies.files import (
     CopyFile,
     Header,
@@ -89,8 +89,8 @@ class Copies:
         with self._comm.together():
             if needed > (free := room()):
                 raise OSError(
-                    f"expected {show_bytes(int(needed))} of node memory in {folder()}, and {show_bytes(free)} are free: free some, or "
-                    "choose another folder in memory by MPITRAIN_SHM_DIR"
+                    f"expected {show_bytes(int(needed))} of node memory in {folder()}, and {show_bytes(free)} are free: "
+                    f"{remedy(int(needed))}"
                 )
 
     def take(self, step: int, tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> None:

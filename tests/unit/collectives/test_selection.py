@@ -193,12 +193,13 @@ def test_an_all_gather_into_the_node_s_one_array_is_always_ordered() -> None:
 
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 2], [3, 1, 4]])
 @pytest.mark.parametrize("wanted", ["mpi", "ring", "shared"])
-def test_an_all_gather_over_nodes_into_one_array_of_each_goes_without_a_copy(sizes: list[int], wanted: str) -> None:
+def test_a_long_all_gather_over_nodes_into_one_array_of_each_goes_without_a_copy(sizes: list[int], wanted: str) -> None:
     table = table_of((None, wanted), operation="all_gather", nodes=len(sizes))
     placement = Placement.of(sizes)
     assert chosen("all_gather", placement=placement, table=table) == ("mpi" if wanted == "shared" else wanted)
-    for nbytes in (0, 100, 1 << 20, 1 << 40):
-        assert chosen("all_gather", nbytes=nbytes, memory="node", placement=placement, table=table) != "mpi"
+    for nbytes in (0, 100, 128 << 10, (128 << 10) + 4, 1 << 20, 1 << 40):
+        name = chosen("all_gather", nbytes=nbytes, memory="node", placement=placement, table=table)
+        assert (name == "mpi") == (wanted != "ring" and nbytes <= 128 << 10), nbytes
     assert chosen("all_gather", "mpi", memory="node", placement=placement, table=table) == "mpi", "it was asked for"
 
 
