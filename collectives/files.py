@@ -6,8 +6,10 @@ Standard library only: processes on hosts without packages load this file by its
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from uuid import uuid4
 from zlib import crc32
@@ -19,6 +21,7 @@ _KINDS = {
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _PARTIAL = ".tmp"
 _PIECE_BYTES = 1 << 20
+_MOST_LINKS = 40  # on the way to a file, as of the system
 _swept: set[Path] = set()
 _SAFE = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # if it became another one after the look at it
 
@@ -86,9 +89,30 @@ def _check(path: str | os.PathLike[str], found: os.stat_result, most_bytes: int 
 def read_regular(path: str | os.PathLike[str], most_bytes: int, *, links: bool = False) -> bytes:
     """The bytes of a regular file, also of one that grows or shrinks meanwhile. OSError: see `open_regular`."""
     with open(open_regular(path, links=links, most_bytes=most_bytes), "rb", buffering=0) as file:
-        data = bytearray()
-        while len(data) <= most_bytes and (piece := file.read(min(_PIECE_BYTES, most_bytes + 1 - len(data)))):
-            data += piece
+        return _all_of(file, path, most_bytes)
+
+
+def read_named(path: str | os.PathLike[str], most_bytes: int) -> tuple[bytes, str]:
+    """The bytes of a file that the words of this process name, and who else could have written it: see `other_writer`.
+
+    It is a regular file, perhaps behind links, or a pipe that the shell has made for this process, as for `--config <(command)`, and
+    that lies in no folder. A pipe that lies in one is none: its other end may be anybody's, or nobody's for ever.
+
+    OSError: see `open_regular`.
+    """
+    if stat.S_ISFIFO(os.stat(path).st_mode) and not os.path.lexists(os.path.realpath(path)):
+        fd = os.open(path, os.O_RDONLY | _SAFE)
+        os.set_blocking(fd, True)
+    else:
+        fd = open_regular(path, links=True, most_bytes=most_bytes)
+    with open(fd, "rb", buffering=0) as file:
+        return _all_of(file, path, most_bytes), other_writer(path, os.fstat(fd))
+
+
+def _all_of(file: FileIO, path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) <= most_bytes and (piece := file.read(min(_PIECE_BYTES, most_bytes + 1 - len(data)))):
+        data += piece
     if len(data) > most_bytes:
         raise OddFileError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", os.fspath(path))
     return bytes(data)
@@ -97,7 +121,8 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int, *, links: bool =
 def other_writer(path: str | os.PathLike[str], found: os.stat_result | None = None) -> str:
     """Who else than this user and root could have written the file or folder, such as "it belongs to user 7"; "" if nobody could.
 
-    As with ssh, all folders above count too: who can write to one can replace what is in it, unless it is sticky, as /tmp is.
+    As with ssh, all folders above count too: who can write to one can replace what is in it, unless it is sticky, as /tmp is. So do
+    the links on the way, with the folders above each of them: who makes a link chooses the file.
 
     OSError: it cannot be looked at.
 
@@ -113,11 +138,39 @@ def other_writer(path: str | os.PathLike[str], found: os.stat_result | None = No
         # In a container without root, all users but this one have the number of the owner of "/", also root, to whom the system's
         # folders belong. A stranger's folder cannot be told from them. A file in it is told by its own owner.
         trusted.add(os.stat("/").st_uid)
-        for parent in Path(os.path.realpath(path)).parents:
-            above = parent.lstat()
-            if above.st_uid not in trusted or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
-                return f"others can replace it: {parent} belongs to user {above.st_uid}, mode {stat.S_IMODE(above.st_mode):o}"
+        for folder, link in _way(path):
+            above = os.lstat(folder)
+            is_open = above.st_mode & 0o022
+            if above.st_uid not in trusted or (is_open and not above.st_mode & stat.S_ISVTX):
+                return f"others can replace it: {folder} belongs to user {above.st_uid}, mode {stat.S_IMODE(above.st_mode):o}"
+            owner = os.lstat(link).st_uid if link else os.geteuid()
+            if owner not in ({os.geteuid(), 0} if is_open else trusted):  # links of the system lie in its own folders
+                return f"others can replace it: the link {link} belongs to user {owner}"
     return ""
+
+
+def _way(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    """The folders in which the system looks for the names of a path, each with the link that it finds there, or ""."""
+    at, num_links = "/", 0
+    names = os.path.join(os.getcwd(), os.fspath(path)).split("/")[::-1]
+    while names:
+        name = names.pop()
+        if name in ("", ".", ".."):
+            at = os.path.dirname(at) if name == ".." else at
+            continue
+        here = os.path.join(at, name)
+        try:
+            target = os.readlink(here)
+        except OSError:  # no link
+            yield at, ""
+            at = here
+            continue
+        yield at, here
+        num_links += 1
+        if num_links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+        names += target.split("/")[::-1]
+        at = "/" if target.startswith("/") else at
 
 
 def open_new(path: str | os.PathLike[str], mode: int = 0o666) -> int:

@@ -37,11 +37,11 @@ load_alone("files")
 from collectives.files import OddFileError as OddFileError  # noqa: E402
 from collectives.files import (  # noqa: E402
     open_new,
-    other_writer,
     read_regular,
 )
 from collectives.files import open_regular as open_regular  # noqa: E402
 from collectives.files import partial_of as partial_of  # noqa: E402
+from collectives.files import read_named as bytes_of_named  # noqa: E402
 
 BLOCK_BYTES = 2 << 20
 """That are read at once: a short line takes ten times its length when it is decoded."""
@@ -97,12 +97,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_named(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The text of a file of any kind that the words of this process name, and who else could have written it: see `other_writer`.
+    """The text of a file of settings that the words of this process name, and who else could have written it.
 
-    OSError; UnicodeDecodeError if it is no UTF-8.
+    OSError: see `collectives.files.read_named`; ValueError if it is no UTF-8, or takes too much memory.
     """
-    with open(path, encoding="utf-8") as file:
-        return file.read(), other_writer(path, os.fstat(file.fileno()))
+    data, reason = bytes_of_named(path, MOST_SETTINGS_BYTES)
+    return _text_of(data), reason
 
 
 def no_code(name: str, path: str | os.PathLike[str], reason: str) -> str:
@@ -128,12 +128,16 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def toml_of_bytes(data: bytes) -> dict[str, Any]:
     """The document of a TOML text in UTF-8. ValueError: see `toml_of`; also for one that takes too much memory."""
+    return toml_of(_text_of(data))
+
+
+def _text_of(data: bytes) -> str:
     width = 4 if re.search(rb"[\xf0-\xff]", data) else 2 if re.search(rb"[\xc4-\xff]", data) else 1
     if len(data) * width > MOST_SETTINGS_BYTES:  # one such character makes all of them so wide in memory
         raise ValueError(
             f"it has {len(data):,} bytes; expected at most {MOST_SETTINGS_BYTES // width:,} with such characters"
         )
-    return toml_of(data.decode())
+    return data.decode()
 
 
 def toml_of(text: str) -> dict[str, Any]:

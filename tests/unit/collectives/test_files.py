@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from collectives import files
 from collectives.diagnosis import dump, failure
 from collectives.diagnosis.together import joined
-from collectives.files import OddFileError, open_new, open_regular, partial_of, read_regular, write_new
+from collectives.files import OddFileError, open_new, open_regular, partial_of, read_named, read_regular, write_new
 
 ROOT = Path(__file__).parents[3]
 
@@ -139,6 +140,32 @@ def test_files_that_change_while_they_are_read(tmp_path: Path, monkeypatch: pyte
             else:
                 with pytest.raises(OddFileError, match="x: it has more than 4 bytes"):
                     read_regular(path, most)
+
+
+def test_a_file_that_the_words_name_is_bounded_and_a_pipe_is_one_of_the_shell(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"abc")
+    (tmp_path / "link").symlink_to(path)
+    for name in (path, tmp_path / "link"):
+        assert read_named(name, 3)[0] == b"abc"
+        with pytest.raises(OddFileError, match=f"^{name}: it has 3 bytes; expected at most 2$"):
+            read_named(name, 2)
+    for number, (what, make) in enumerate(ODD.items()):
+        odd = tmp_path / f"odd{number}"
+        make(odd)
+        with pytest.raises(OddFileError, match=f"it is {what}; expected a regular file$"):
+            read_named(odd, 3)
+    for most_bytes in (3, 2):
+        read, write = os.pipe()
+        with open(read, "rb"), open(write, "wb", buffering=0) as writer:
+            later = threading.Timer(0.05, lambda writer=writer: (writer.write(b"abc"), writer.close()))
+            later.start()
+            if most_bytes == 3:
+                assert read_named(f"/dev/fd/{read}", 3) == (b"abc", "")
+            else:
+                with pytest.raises(OddFileError, match=f"^/dev/fd/{read}: it has more than 2 bytes$"):
+                    read_named(f"/dev/fd/{read}", 2)
+            later.join()
 
 
 def test_an_odd_file_is_told_by_other_ranks_and_processes(tmp_path: Path) -> None:

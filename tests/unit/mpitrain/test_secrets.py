@@ -574,9 +574,25 @@ CODE = {"log.on_event": 'on_event = "id"', "log.modules": 'modules = ["a.py"]'}
 
 
 @pytest.mark.parametrize("name", CODE)
-@pytest.mark.parametrize("way", ["others", "group", "folder", "another", "linked", "own", "sticky"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "others",
+        "group",
+        "folder",
+        "another",
+        "linked",
+        "ours",
+        "own",
+        "sticky",
+        "theirs",
+        "their_link",
+        "their_way",
+        "twice",
+    ],
+)
 def test_code_is_taken_only_from_a_file_that_nobody_else_can_write(tmp_path: Path, name: str, way: str) -> None:
-    if way == "another" and os.geteuid():
+    if (way in ("another", "twice") or way.startswith("their")) and os.geteuid():
         pytest.skip("needs root")
     above = tmp_path / "above"
     above.mkdir(mode=0o755)
@@ -590,9 +606,26 @@ def test_code_is_taken_only_from_a_file_that_nobody_else_can_write(tmp_path: Pat
     if way == "linked":
         named = tmp_path / "link.toml"
         named.symlink_to(file)
+    if way == "ours":
+        named = tmp_path / "link.toml"
+        named.symlink_to("../" + tmp_path.name + "/above/./run.toml")
+    if way in ("theirs", "twice"):  # a link in a folder of another user
+        theirs = tmp_path / "theirs"
+        theirs.mkdir(mode=0o755)
+        named = theirs / "link.toml"
+        named.symlink_to(file)
+        os.chown(theirs, 65534, -1)
+        if way == "twice":
+            (tmp_path / "own.toml").symlink_to(named)
+            named = tmp_path / "own.toml"
+    if way in ("their_link", "their_way"):  # a link of another user in a folder such as /tmp
+        tmp_path.chmod(0o1777)
+        (tmp_path / "link").symlink_to(file if way == "their_link" else above)
+        os.chown(tmp_path / "link", 65534, -1, follow_symlinks=False)
+        named = tmp_path / "link" / ("" if way == "their_link" else file.name)
     words = ["--config", str(named)]
     flag = f"--{name.replace('_', '-')}"
-    if way in ("own", "sticky"):
+    if way in ("ours", "own", "sticky"):
         assert parse(words).log.every == 7
         assert on_event_of(words) == ("id" if name == "log.on_event" else None)
     else:
