@@ -149,6 +149,17 @@ def test_all_gather_over_nodes_shows_other_ranks_no_wrong_elements(comm: Communi
 
 
 @pytest.mark.ranks(3)
+def test_checked_mode_names_a_rank_that_gathers_over_nodes_into_other_memory(comm: Communicator) -> None:
+    """Its long arrays would go by another algorithm."""
+    hosts = on_hosts(comm.mpi, [0, 1, 1], checked=True)
+    whole, mine = hosts.node.shared((3, 100_000), np.float32), np.ones(100_000, np.float32)
+    assert hosts.all_gather(whole, mine).all()
+    with pytest.raises(ValueError, match=r"rank 0: .* in private memory\).*\n.*rank 1, 2: .* in `shared` memory\)"):
+        hosts.all_gather(whole if hosts.rank else np.empty_like(whole), mine)
+    hosts.free()
+
+
+@pytest.mark.ranks(3)
 def test_an_address_that_becomes_shared_has_no_plan_of_private_memory(comm: Communicator) -> None:
     """Whichever communicator the new array is of."""
     sub = comm.split(0)
