@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mpitrain.elastic.marks import whole
 from mpitrain.files import read_object, replace
@@ -81,18 +82,43 @@ class Queue:
     ) -> None:
         self._path, self._say, self._job = folder / QUEUE, say, job_name(environ)
         self._fruitless = 0
-        self.best_step = self.best_saved = saved
+        self._earlier: dict[str, int] | None = None
+        self.best_step = self.best_saved = 0
         """the greatest step that earlier jobs did, and the greatest one that they saved: steps that were lost are done once more"""
-        if environ.get("SLURM_RESTART_COUNT", "0") == "0":  # a job that was submitted anew begins to count anew
-            return
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        if environ.get("SLURM_RESTART_COUNT", "0") != "0":  # a job that was submitted anew begins to count anew
+            self._read()
+        self.go_on_from(saved)
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             record = read_object(self._path)
             fruitless, step = whole(record["fruitless"]), whole(record["step"])
             if record["job"] == self._job:
-                last_saved = whole(record.get("saved", saved))
-                # Between two returns that were asked for here, Slurm itself may have queued the job again, after new steps.
-                self._fruitless = fruitless if saved <= last_saved else 0
-                self.best_step, self.best_saved = max(saved, step), max(saved, last_saved)
+                self._fruitless, self.best_step, self.best_saved = fruitless, step, whole(record.get("saved", 0))
+                self._earlier = {
+                    name: int(inode) for name, inode in record["earlier"].items()
+                }  # inodes may have 64 bits
+
+    def go_on_from(self, saved: int) -> None:
+        """This job goes on from this step. Between two returns that were asked for here, Slurm itself may have queued the job again,
+        after new steps."""
+        if saved > self.best_saved:
+            self._fruitless, self.best_saved = 0, saved
+        self.best_step = max(saved, self.best_step)
+
+    def earlier(self, there: dict[str, int]) -> dict[str, int]:
+        """The checkpoints, as names and inodes, that were there before the first one of the jobs that are counted together: `there`, if
+        this is that job. For a run that begins with a checkpoint that the user has named: later jobs go on with the run's own ones."""
+        if self._earlier is None and self._job:
+            self._earlier = there
+            self._note(self._fruitless, self.best_step, self.best_saved)
+        return there if self._earlier is None else self._earlier
+
+    def _note(self, fruitless: int, step: int, saved: int) -> None:
+        record: dict[str, Any] = {"job": self._job, "fruitless": fruitless, "step": step, "saved": saved}
+        record |= {} if self._earlier is None else {"earlier": self._earlier}
+        with contextlib.suppress(OSError):  # a full disk
+            replace(self._path, json.dumps(record).encode() + b"\n")
 
     def enter(self, *, has_new_step: bool, step: int = 0, saved: int = 0, hint: str = "") -> bool:
         """Have Slurm queue this job again; whether it does. Slurm then ends the job, so nothing may follow.
@@ -103,9 +129,7 @@ class Queue:
         """
         fruitless = 0 if has_new_step else self._fruitless + 1
         step, saved = max(step, self.best_step), max(saved, self.best_saved)
-        record = {"job": self._job, "fruitless": fruitless, "step": step, "saved": saved}
-        with contextlib.suppress(OSError):  # a full disk
-            replace(self._path, json.dumps(record).encode() + b"\n")
+        self._note(fruitless, step, saved)
         if fruitless >= MAX_FRUITLESS:
             so_far = f"the greatest was {step}, the greatest in a checkpoint {saved or 'none'}"
             self._say(f"not queued again: {fruitless} jobs in a row did no new step ({so_far}){hint and '. '}{hint}")

@@ -70,10 +70,10 @@ def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
         )
     if options.requeue and not os.environ.get("SLURM_JOB_ID"):
         raise ValueError("--requeue: expected a job of Slurm, but SLURM_JOB_ID is not set")
-    if options.requeue and (resume := resume_of(command.program)) != "auto":
+    if options.requeue and resume_of(command.program) == "never":
         raise ValueError(
-            f"--requeue: expected resume = auto, got {resume}, from which each job of the queue would start again; leave --requeue "
-            "out of the first job"
+            "--requeue: expected resume = auto or a checkpoint, got never, by which each job of the queue would begin anew; leave "
+            "--requeue out of the first job"
         )
     agent = parse_agent(options.agent) if options.agent else choose_agent(agent_of(command, os.environ), os.environ)
     policy = Policy(options.max_relaunches, options.pause, options.max_pause)

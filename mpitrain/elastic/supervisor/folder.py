@@ -30,7 +30,8 @@ class RunFolder:
         self.path = path.absolute()
         self.path.mkdir(parents=True, exist_ok=True)
         self.launch = marks.last_launch(self.path)
-        self._checkpoints = self._list_checkpoints()
+        self.earlier = self._list_checkpoints()
+        """the checkpoints that are no own ones"""
         self._lease = read_lease(self.path)
         self._report: Hashable = None
 
@@ -102,19 +103,25 @@ class RunFolder:
         return ""
 
     def own_start(self) -> str | None:
-        """What the setting `resume` must be for a run that shall go on from its own newest checkpoint; None if there is no checkpoint
-        since this supervisor began."""
-        there = self._list_checkpoints()
-        earlier = [name for name, inode in there.items() if self._checkpoints.get(name) == inode]
-        own = there.keys() - earlier
+        """What the setting `resume` must be for a run that shall go on from its own newest checkpoint; None if there is none: one that
+        was made since this supervisor began, or is not in `earlier`."""
+        own = self._list_own()
         if not own:
             return None
         # An earlier run in this folder may have come further; "auto" would take its checkpoint.
-        return "auto" if max(own) >= max(earlier, default="") else str(self.path / "checkpoints" / max(own))
+        return (
+            "auto"
+            if max(own) == max(self._list_checkpoints(), default="")
+            else str(self.path / "checkpoints" / max(own))
+        )
 
-    def newest_step(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
-        return max((int(name.removeprefix("step-")) for name in self._list_checkpoints()), default=0)
+    def newest_step(self, *, own: bool = False) -> int:
+        """The step of the newest checkpoint, or of the newest own one; 0 without one."""
+        there = self._list_own() if own else self._list_checkpoints()
+        return max((int(name.removeprefix("step-")) for name in there), default=0)
+
+    def _list_own(self) -> list[str]:
+        return [name for name, inode in self._list_checkpoints().items() if self.earlier.get(name) != inode]
 
     def break_lock(self, ended: Alive | None) -> None:
         """Remove the lock of an ended launch, or make it stale at once, if its rank 0 holds it.

@@ -68,7 +68,11 @@ class Supervisor:
         self.plan, self.folder = plan, folder
         self.id = uuid.uuid4().hex
         self._requests = requests
-        self._queue = Queue(folder.path, say, saved=folder.newest_step())
+        self._queue = Queue(folder.path, say)
+        self._begins_with_given = resume_of(plan.command.program) not in ("auto", "never")
+        if self._begins_with_given:
+            folder.earlier = self._queue.earlier(folder.earlier)
+        self._queue.go_on_from(self._newest_saved())
         self._progress = Progress()
         self._live: list[str] = [host.name for host in plan.hosts]
         self._lost: list[str] = []
@@ -107,7 +111,7 @@ class Supervisor:
                 self._progress, self._reason = following.progress, following.text
                 # A run that is asked to stop before its first step may do that one: as many jobs as it has steps would be no help.
                 if not self._is_stopped_early:
-                    self._reached, self._saved = self._progress.best_step, self.folder.newest_step()
+                    self._reached, self._saved = self._progress.best_step, self._newest_saved()
                 if outcome.does_not_fit(self._progress) and self._has_fewer():
                     self._least = len(self._chosen) + 1
                 if following.action == "end":
@@ -396,6 +400,9 @@ class Supervisor:
         self._requeue(_HOSTS_HINT)
         return 1
 
+    def _newest_saved(self) -> int:
+        return self.folder.newest_step(own=self._begins_with_given)
+
     def _requeue(self, hint: str) -> bool:
         """Have Slurm queue this job again, if that was asked for; whether it does. Slurm then ends it, so nothing may follow."""
         if not self.plan.requeue:
@@ -403,7 +410,7 @@ class Supervisor:
         self._clean()
         queue = self._queue
         has_new_step = self._reached > queue.best_step or self._saved > queue.best_saved
-        step, saved = self._progress.best_step, self.folder.newest_step()
+        step, saved = self._progress.best_step, self._newest_saved()
         return queue.enter(has_new_step=has_new_step, step=step, saved=saved, hint=hint)
 
 

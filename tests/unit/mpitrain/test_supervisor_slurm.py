@@ -262,6 +262,41 @@ def test_the_smaller_of_both_numbers_of_nodes_counts(
         assert command._plan(words)[0].most == most, words
     assert command.main(["--nodes=2:4", "--", "srun", "-N1", *program]) == 2
     assert "--nodes 2:4: expected at most 1, the number of srun's own --nodes, got 2" in capsys.readouterr().err
-    for resume in ("never", "runs/other/checkpoints/step-00000010"):
-        assert command.main(["--requeue", "--", "srun", *program, "--resume", resume]) == 2
-        assert f"--requeue: expected resume = auto, got {resume}, from which each job" in capsys.readouterr().err
+    assert command.main(["--requeue", "--", "srun", *program, "--resume", "never"]) == 2
+    assert "--requeue: expected resume = auto or a checkpoint, got never, by which each job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("earlier", [None, 5, 500])
+def test_jobs_of_the_queue_go_on_with_the_own_checkpoints_of_a_run_that_began_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: int | None
+) -> None:
+    """Also where Slurm has queued the job again itself, and an earlier run in the folder came further."""
+    place, given = tmp_path / "run/checkpoints", "other/step-00000010"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def start(restarts: int, resume: str = given) -> str | None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        words = Command("true", "other", (), ("python", "--resume", resume))
+        plan = supervisor.Plan(words, (), parse_agent("false"), requeue=True)
+        return supervisor.Supervisor(plan, RunFolder(tmp_path / "run"), cast(Requests, None))._start()
+
+    if earlier is not None:
+        (place / f"step-{earlier:08}").mkdir(parents=True)
+    assert start(0) is None, "the checkpoint that the user has named"
+    assert start(1) is None, "the first job has saved nothing"
+    (place / "step-00000020").mkdir(parents=True)
+    own = "auto" if earlier != 500 else str(place / "step-00000020")
+    assert start(2) == start(3) == own
+    assert json.loads((tmp_path / "run" / batch.QUEUE).read_text())["saved"] == 0, (
+        "the steps of the earlier run count for none"
+    )
+    assert start(4, "auto") is None
+    assert start(0) is None, "submitted anew"
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert start(1) is None, "the first job that has come so far"
+    many = {"step-00000020": 2**63}  # such as Lustre's inodes
+    batch.Queue(tmp_path, print, {"SLURM_JOB_ID": "9"}).earlier(many)
+    assert batch.Queue(tmp_path, print, {"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "1"}).earlier({}) == many
+    monkeypatch.delenv("SLURM_JOB_ID")
+    (tmp_path / "run" / batch.QUEUE).unlink()
+    assert start(0) is None and not (tmp_path / "run" / batch.QUEUE).exists()
