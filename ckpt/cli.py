@@ -15,6 +15,7 @@ from ckpt.commands.terminal import UsageError, complain
 from ckpt.format.manifest import CheckpointError
 from collectives import launched_rank
 from collectives.commands.closed_pipe import ends_with_its_reader
+from collectives.diagnosis.start.library import one_line_without_mpi
 
 # The order of --help.
 COMMANDS: tuple[ModuleType, ...] = (ls, show, diff, verify, export, import_, reshard, gc, bench)
@@ -28,8 +29,12 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+@one_line_without_mpi("ckpt")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, a command's own 1, or 2 after one line with the error."""
+    """Run the command line; returns the exit code: 0, a command's own 1, or 2 after one line with the error.
+
+    SystemExit with one line, which is exit code 1, if MPI cannot be loaded.
+    """
     parser = _Parser(
         prog="python -m ckpt",
         description="Inspect and maintain checkpoints. Only bench needs MPI.",

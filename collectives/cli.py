@@ -14,6 +14,7 @@ from collectives.commands import bench, check, cost, info, report, tune
 from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.commands.terminal import UsageError, console, print_once
 from collectives.diagnosis import on_all_ranks
+from collectives.diagnosis.start.library import one_line_without_mpi
 
 COMMANDS: dict[str, ModuleType] = {
     "check": check, "cost": cost, "info": info, "bench": bench, "tune": tune, "report": report,
@@ -25,8 +26,9 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+@one_line_without_mpi("collectives")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (sys.argv's by default) and return the exit code."""
+    """Run the command line `arguments` (sys.argv's by default) and return the exit code. SystemExit if MPI cannot be loaded."""
     try:
         with ends_with_its_reader():
             options = _parser().parse_args(arguments)

@@ -13,6 +13,7 @@ from collectives import recovery
 from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.diagnosis import write_failure
 from collectives.diagnosis.checked import DifferentCallsError
+from collectives.diagnosis.start.library import one_line_without_mpi
 from collectives.texts import shown, without_secrets
 
 USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train (under mpirun; --help shows all settings)
@@ -66,8 +67,12 @@ _BENCHES_ALONE = {
 """The modules of benchmarks in one process, which may start jobs."""
 
 
+@one_line_without_mpi("mpitrain: error")
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code. For an error that all ranks have, rank 0 prints one line."""
+    """Run a command; returns the exit code. For an error that all ranks have, rank 0 prints one line.
+
+    SystemExit with one line on each rank, which is exit code 1, if MPI cannot be loaded.
+    """
     with ends_with_its_reader():
         try:
             return _main(list(sys.argv[1:] if argv is None else argv))

@@ -24,11 +24,13 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the table: under mpirun for all ranks, else for this process."""
+    comm = (
+        collectives.world()
+    )  # before the modules that import mpi4py, so that it says what is wrong with the MPI library
     from collectives.transports import mpi
     from collectives.transports.gpu import cuda
     from collectives.transports.node import memory
 
-    comm = collectives.world()
     folder = memory.folder()
     codecs = dict.fromkeys(comm.all_gather_object(load_codec(comm.node)[:2]))
     nodes: dict[str, int] = {}

@@ -17,8 +17,11 @@ import xxhash
 import collectives
 from collectives import version
 from collectives.cgroup import groups_of, smallest_limit
+from collectives.diagnosis.ring.addresses import chosen
 from collectives.environment import CHOICES
 
+FOLDERS = ("MPITRAIN_SHM_DIR", "MPITRAIN_PACK_DIR")
+"""The variables that name a folder that must be there."""
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py")
 
 
@@ -55,14 +58,33 @@ def versions() -> Versions:
 
 
 class Environment(NamedTuple):
-    """Settings in environment variables. `wrong`: those of this library whose value is unknown."""
+    """Settings in environment variables. `wrong`: those of this library whose value is unknown; `places`: what is wrong with those that
+    name folders or addresses that are not on this host, by name."""
 
     wrong: dict[str, str]
+    places: dict[str, str]
 
 
 def environment() -> Environment:
     values = {name: os.environ.get(name, "") for name in CHOICES}
-    return Environment({name: value for name, value in values.items() if value not in ("", "auto", *CHOICES[name])})
+    wrong = {name: value for name, value in values.items() if value not in ("", "auto", *CHOICES[name])}
+    places = {name: said for name in FOLDERS if (said := _wrong_folder(os.environ.get(name, "")))}
+    try:
+        chosen()
+    except ValueError as error:
+        places["MPITRAIN_LISTEN"] = str(error).removeprefix("MPITRAIN_LISTEN ")
+    return Environment(wrong, places)
+
+
+def _wrong_folder(value: str) -> str:
+    """What is wrong with a variable that names a folder, such as "is 'shm', which is no full path"; "" if nothing is."""
+    if not value:
+        return ""
+    if not os.path.isabs(value):
+        return f"is {value!r}, which is no full path"
+    if not os.path.isdir(value):
+        return f"is {value!r}, which is {'no folder' if os.path.lexists(value) else 'missing'}"
+    return "" if os.access(value, os.W_OK | os.X_OK) else f"is {value!r}, to which this user may not write"
 
 
 class Limits(NamedTuple):

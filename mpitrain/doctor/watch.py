@@ -125,8 +125,12 @@ class Watch:
                 if "no_mpi" in message:
                     self.phase = START
                     said = message["no_mpi"]
-                    remedy = _MIXED if "expected a launcher" in said else "do what the text says"
-                    self.add(Finding(Level.ERROR, START, said, "MPI starts, with all ranks in one job", remedy))
+                    expected, remedy = "MPI starts, with all ranks in one job", _MIXED
+                    if "expected a launcher" not in said:
+                        said, _, rest = said.partition("; expected ")
+                        wanted, _, remedy = rest.partition(": ")
+                        expected, remedy = wanted or expected, remedy or "do what the text says"
+                    self.add(Finding(Level.ERROR, START, said, expected, remedy))
                     with suppress(
                         subprocess.TimeoutExpired
                     ):  # MPI may wait for a rank that did not come; see `end_children`

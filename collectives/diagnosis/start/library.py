@@ -3,8 +3,14 @@
 import importlib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from collectives.diagnosis.failure import write_failure
+from collectives.texts import shown
+
+_MODULE = "mpi4py.MPI"
 _NAME = re.compile(r"(libmpi\.so\.\d+): cannot open shared object file")
 _MPICH = "libmpi.so.12"  # the name that the ABI initiative of MPICH, Intel MPI and Cray MPICH gives
 _FROM_SOURCE = "or build mpi4py for that MPI: pip install --force-reinstall --no-deps --no-binary mpi4py mpi4py"
@@ -13,11 +19,24 @@ _FROM_SOURCE = "or build mpi4py for that MPI: pip install --force-reinstall --no
 def load_mpi4py() -> Any:
     """The module mpi4py.MPI. ImportError in one line, with a remedy, if its MPI library cannot be loaded."""
     try:
-        return importlib.import_module("mpi4py.MPI")
+        return importlib.import_module(_MODULE)
     except (ImportError, RuntimeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
             raise
-        raise ImportError(explained(str(error), os.environ.get("MPI4PY_LIBMPI", ""))) from error
+        raise ImportError(explained(str(error), os.environ.get("MPI4PY_LIBMPI", "")), name=_MODULE) from error
+
+
+@contextmanager
+def one_line_without_mpi(program: str) -> Iterator[None]:
+    """For the main function of a command: an MPI library that cannot be loaded ends it by SystemExit with one line, and exit code 1."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name != _MODULE:
+            raise
+        line = shown(f"{program}: {error}")
+        write_failure(line, make_folder=False)
+        raise SystemExit(line) from None
 
 
 def explained(said: str, chosen: str) -> str:

@@ -53,6 +53,8 @@ def remedy(nbytes: int) -> str:
     """What a user may do who lacks room for `nbytes`."""
     if anonymous.available_bytes() < nbytes:
         return MORE_MEMORY
+    if not os.path.isdir(folder()):
+        return "it is no folder: let MPITRAIN_SHM_DIR name one in memory that this user may write to, or unset it"
     return _LARGER if _is_usable() else OTHER_FOLDER
 
 

@@ -11,12 +11,20 @@ _MIN_FILES = 1024
 
 
 def judge_environment(its: Environment) -> list[Finding]:
-    """The switches and choices of this library."""
+    """The switches and choices of this library, and the folders and addresses that it is told."""
+    findings = []
     if its.wrong:
         said = ", ".join(f"{name}={value!r}" for name, value in its.wrong.items())
         expected = "; ".join(dict.fromkeys(f"{', '.join(CHOICES[name])} or auto" for name in its.wrong))
-        return [Finding(Level.ERROR, "environment", f"{said}: no job starts", expected, f"unset {' '.join(its.wrong)}")]
-    return [ok("environment", "no wrong switches")]
+        remedy = f"unset {' '.join(its.wrong)}"
+        findings.append(Finding(Level.ERROR, "environment", f"{said}: no job starts", expected, remedy))
+    for name, said in its.places.items():
+        found, _, expected = said.partition("; expected ")
+        expected = expected or "the full path of a folder of this host that this user may write to"
+        findings.append(
+            Finding(Level.ERROR, "environment", f"{name} {found}", expected, f"unset {name}, or let it name such a one")
+        )
+    return findings or [ok("environment", "no wrong switches, folders or addresses")]
 
 
 def judge_versions(facts: Mapping[str, Versions]) -> list[Finding]:

@@ -1,6 +1,7 @@
 """What is said if the MPI library cannot be loaded."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,17 @@ def test_world_says_what_is_wrong_with_the_library(kind: str, tmp_path: Path) ->
     env = {**os.environ, "MPI4PY_LIBMPI": str(library)}
     said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50).stderr.splitlines()[-1]
     assert said.startswith(f"ImportError: MPI cannot be loaded (MPI4PY_LIBMPI={library}): ") and "unset it" in said
+
+
+@pytest.mark.parametrize("words", ["collectives info", "ckpt bench --dir .", "mpitrain --train.steps 1"])
+def test_a_command_without_a_library_is_one_line(words: str, tmp_path: Path) -> None:
+    env = {**os.environ, "MPI4PY_LIBMPI": "/none.so", "PYTHONPATH": str(Path(__file__).parents[3])}
+    env["MPITRAIN_FAILURE_FILE"] = str(tmp_path / "failure")
+    command = [sys.executable, "-m", *words.split()]
+    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 1 and not ended.stdout
+    (line,) = ended.stderr.splitlines()
+    assert re.match(
+        r"\w+: (error: )?MPI cannot be loaded \(MPI4PY_LIBMPI=/none.so\): .*; expected .* or unset it", line
+    )
+    assert line in (tmp_path / "failure").read_text()

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from collectives.processes import age_s
-from mpitrain.doctor import beforehand, host, network
+from mpitrain.doctor import beforehand, host, network, ranks
 from mpitrain.doctor.checks import CHECKS, Check
 from mpitrain.doctor.command import main
 from mpitrain.doctor.findings import Finding, Level, each, exit_code, names, ok, show, summary
@@ -152,8 +152,19 @@ CASES: list[tuple[Finding, Level, str, str]] = [
     (worst(judge_limits(LIMITS._replace(locked=65536, has_rdma=True))), Level.WARNING, "64 KiB", "LimitMEMLOCK"),
     (worst(judge_limits(LIMITS._replace(locked=65536))), Level.OK, "", ""),
     (worst(judge_limits(LIMITS._replace(memory=GIB // 2))), Level.WARNING, "the cgroup to 512 MiB", "--memory"),
-    (worst(judge_environment(Environment({}))), Level.OK, "", ""),
-    (worst(judge_environment(Environment({"MPITRAIN_DEBUG": "yes"}))), Level.ERROR, "'yes'", "unset MPITRAIN_DEBUG"),
+    (worst(judge_environment(Environment({}, {}))), Level.OK, "", ""),
+    (
+        worst(judge_environment(Environment({}, {"MPITRAIN_PACK_DIR": "is 'a', which"}))),
+        Level.ERROR,
+        "PACK_DIR is 'a'",
+        "let it",
+    ),
+    (
+        worst(judge_environment(Environment({"MPITRAIN_DEBUG": "yes"}, {}))),
+        Level.ERROR,
+        "'yes'",
+        "unset MPITRAIN_DEBUG",
+    ),
     (worst(judge_gpu(Gpu(torch="2.13.0+cpu"))), Level.OK, "none", ""),
     (worst(judge_gpu(GPU)), Level.OK, "", ""),
     (worst(judge_gpu(GPU, num_ranks=2)), Level.WARNING, "2 ranks share 1 x H100", "1 ranks on each host"),
@@ -562,3 +573,22 @@ def test_the_age_of_a_process() -> None:
         assert age_s(child.pid) < 1 < age_s(1)
         child.communicate(b"\n")
     assert age_s(child.pid) == float("inf")
+
+
+def test_variables_that_name_places_of_another_host_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    for name, value, said in (
+        ("MPITRAIN_SHM_DIR", ".", "no full path"),
+        ("MPITRAIN_SHM_DIR", f"{tmp_path}/file", "no folder"),
+        ("MPITRAIN_PACK_DIR", f"{tmp_path}/none", "missing"),
+        ("MPITRAIN_LISTEN", "nosuch0,300.1.1.1", "interfaces"),
+        ("MPITRAIN_LISTEN", "nosuch0,127.0.0.1", None),
+        ("MPITRAIN_SHM_DIR", str(tmp_path), None),
+        ("MPITRAIN_PACK_DIR", "", None),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            (found,) = judge_environment(ranks.environment())
+        assert (found.level is Level.OK) == (said is None), (name, value)
+        assert said is None or (name in found.found and value in found.found and said in found.found + found.expected)
