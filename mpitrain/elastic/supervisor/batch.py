@@ -35,11 +35,11 @@ def is_unattended(environ: Mapping[str, str] = os.environ) -> bool:
 def job_name(environ: Mapping[str, str] = os.environ) -> str:
     """The name by which Slurm's commands know this process's job alone; "" outside of Slurm.
 
-    One task of an array has the same number as the whole array, and commands that are given the number are about all tasks.
+    One task of an array has the number of the whole array, and commands that are given this number are about all tasks. The other tasks
+    have numbers of their own, and so has a job that a task has submitted: its variables of an array are that task's.
     """
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    job = environ.get("SLURM_JOB_ID", "")
-    return f"{array}_{task}" if job and array and task else job
+    job, task = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{job}_{task}" if job and task and environ.get("SLURM_ARRAY_JOB_ID") == job else job
 
 
 def job_state(environ: Mapping[str, str] = os.environ) -> str:

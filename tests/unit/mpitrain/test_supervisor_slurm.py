@@ -116,6 +116,9 @@ def test_the_end_of_a_job_by_slurm_is_no_failure(tmp_path: Path, monkeypatch: py
     squeue.write_text("#!/bin/sh\n[ $3 = 5_3 ] && echo RUNNING || echo COMPLETED RUNNING\n")
     task = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
     assert batch.job_state(task) == "RUNNING" and not batch.ending_state(task)
+    assert batch.job_name(task | {"SLURM_JOB_ID": "9"}) == "9", (
+        "another task, or a job that a task has submitted: they have own numbers"
+    )
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert batch.ending_state({"SLURM_JOB_ID": "7"}) == batch.ending_state({}) == ""
     outcome = Outcome(None, 12, "batch", "Slurm ends this job (COMPLETING)")
