@@ -81,13 +81,16 @@ def starting() -> None:
 
 
 class Marks:
-    """Writes the marks of this launch into the folder of a run. With `active` false, as on all ranks but one, it writes nothing.
+    """Writes the marks of this launch into `folder`, that of a run. With `active` false, as on all ranks but one, it writes nothing.
 
     `may_write`: whether the folder still belongs to this launch.
     """
 
-    def __init__(self, folder: Path, *, active: bool = True, may_write: Callable[[], bool] = lambda: True) -> None:
-        self.folder, self._active, self._may_write, self._launch = folder, active, may_write, launch_number()
+    def __init__(
+        self, folder: str | os.PathLike[str], *, active: bool = True, may_write: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.folder = Path(folder)
+        self._active, self._may_write, self._launch = active, may_write, launch_number()
         self._phase, self._num, self._at = "", 0, 0.0
 
     def alive(self, phase: Phase, step: int) -> None:

@@ -161,7 +161,8 @@ class Endurance:
             self._copies.give_up()
             self._copies = None
             self._say(
-                f"no further copies of the state: {error}; after a loss the run goes on from the last checkpoint or copy"
+                f"no further copies of the state: {error}; after a loss the run goes on from the last checkpoint or copy, or from its "
+                "start"
             )
 
     def went_back(self, step: int, collect: Callable[[], Collected]) -> None:

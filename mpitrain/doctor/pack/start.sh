@@ -64,7 +64,7 @@ is_own() { # mkdir gives the setgid bit of the folder above on
 
 # Sets parent and folder. Another user can make a name first, which this one cannot remove, so there are eight, as for copies of the state.
 choose_folder() { # $1: make: it may be made
-    local name
+    local name said why=''
     base=$(readlink -e -- "$above_parent") && [ -d "$base" ] || die "$above_parent on $(uname -n) is no folder: set MPITRAIN_PACK_DIR to one"
     check_above
     names=("${base%/}/mpitrain-pack-$EUID"{,.1,.2,.3,.4,.5,.6,.7})
@@ -74,12 +74,12 @@ choose_folder() { # $1: make: it may be made
     done
     for name in "${names[@]}"; do
         parent=$name folder=$name/$id
-        [ -z "${1-}" ] || mkdir -m 700 -- "$name" 2>/dev/null || true
+        [ -z "${1-}" ] || said=$(mkdir -m 700 -- "$name" 2>&1) || why=${why:-${said##*: }}
         ! is_own "$name" || return 0
     done
     parent=${names[0]} folder=${names[0]}/$id
     [ -n "${1-}" ] || return 0
-    [ -e "$parent" ] || [ -L "$parent" ] || die "$(here) cannot be made: set MPITRAIN_PACK_DIR to a folder of a local disk"
+    [ -e "$parent" ] || [ -L "$parent" ] || die "$(here) cannot be made ($why): set MPITRAIN_PACK_DIR to a folder of a local disk"
     die "$(here), and 7 more names, must belong to you, with mode 700: set MPITRAIN_PACK_DIR to another folder"
 }
 
@@ -237,6 +237,10 @@ run() {
     case ${1##*/}:${2-} in python:-m | python3:-m) set -- "$1" -P "${@:2}" ;; esac
     # A command of the environment by its former path, as a launcher may give it
     case $1 in */*) [ "${1%/*}" != "$was/bin" ] && [ ! "${1%/*}" -ef "$was/bin" ] || set -- "$env/bin/${1##*/}" "${@:2}" ;; esac
+    if [ -z "$(type -P -- "$1")" ]; then
+        say "error: $1 is no program of this environment or of $(uname -n); expected a command, unpack, remove or show"
+        exit 127
+    fi
     exec "$@"
 }
 
@@ -245,6 +249,7 @@ main() {
     pack=$(readlink -f -- "$0")
     above_parent=${MPITRAIN_PACK_DIR:-${MPITRAIN_SHM_DIR:-/dev/shm}}
     id=${checksum:0:16}
+    case ${1-} in show | unpack | remove) [ $# = 1 ] || die "$1 takes no further words, got: ${*:2}" ;; esac
     case ${1-} in
     '' | -h | --help | help) sed -n '2,/^[^#]/ s/^# \{0,1\}//p' "$pack" | head -n 12 ;;
     show)

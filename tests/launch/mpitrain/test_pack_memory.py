@@ -176,3 +176,21 @@ def test_errors_are_one_line_and_leave_nothing(
     assert len(errors.splitlines()) == 1, errors
     assert expected and expected in errors, errors
     assert not own.is_dir() or own.is_symlink() or not list(own.iterdir())
+
+
+def test_wrong_words_are_one_line(pack: Path) -> None:
+    for command in ("unpack", "show", "remove"):
+        code, output, errors = say(pack, command, "python", "-m", "x")
+        assert (code, output) == (1, "") and errors.endswith(
+            f"error: {command} takes no further words, got: python -m x\n"
+        )
+    assert not list(Path(os.environ["MPITRAIN_PACK_DIR"]).iterdir())
+    for wrong in ("bogus", "./bogus", "/etc/passwd", "/"):
+        code, output, errors = say(pack, wrong, "word")
+        assert (code, output) == (127, "")
+        assert re.search(
+            rf"^env.pack: error: {wrong} is no program of .*; expected a command, unpack, remove or show\n$", errors
+        )
+    wait_until_removed()
+    assert say(pack, "env", "printf", "%s", "a b") == (0, "a b", "")
+    assert say(pack, "/bin/sh", "-c", "exit 3") == (3, "", "")

@@ -327,7 +327,7 @@ def test_marks_are_of_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     marks.starting()
     first, mark = folder.sign_of_life()
     assert mark is not None and mark[:3] == (1, "starting", 0) and mark.pid == os.getpid()
-    run = Marks(folder.path)
+    run = Marks(str(folder.path))
     run.alive("training", 4)
     run.alive("training", 5)
     run.alive("training", 6)  # within half a second
