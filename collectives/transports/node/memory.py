@@ -34,6 +34,7 @@ _ALIGN = mmap.PAGESIZE
 _UNCHECKED_BYTES = 1 << 26  # to read what memory is available takes as long as to allocate some MiB
 _log = logging.getLogger("collectives")
 
+_USUAL = Path("/dev/shm")
 _LARGER = "make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more"
 OTHER_FOLDER = "set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
 
@@ -41,7 +42,7 @@ OTHER_FOLDER = "set MPITRAIN_SHM_DIR to a folder in memory that this user may wr
 def folder() -> Path:
     """The folder of the shared-memory files: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
     chosen = os.environ.get("MPITRAIN_SHM_DIR")  # empty: as if it were unset
-    return Path(chosen or ("/dev/shm" if os.path.isdir("/dev/shm") else gettempdir()))
+    return Path(chosen or (_USUAL if _USUAL.is_dir() else gettempdir()))
 
 
 def room() -> int:
@@ -118,6 +119,9 @@ class NodeMemory:
             return self._add(mapping, stride)
         try:
             mapping = self._map_file(length, nbytes)
+            if not os.environ.get("MPITRAIN_SHM_DIR") and folder() != _USUAL:
+                why = f"there is no {_USUAL}; this folder may be on a disk, which is slower: {OTHER_FOLDER}"
+                say_short(self._mpi.rank, f"node memory lies in {folder()}", why)
         except OSError as error:  # on all ranks
             if not or_anonymous or isinstance(error, anonymous.ShortOfMemoryError):
                 raise

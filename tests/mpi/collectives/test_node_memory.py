@@ -364,3 +364,17 @@ def test_a_folder_without_a_limit_has_room(
         assert free_in_folder() > 1 << 50 and 0 < room_in_memory() <= anonymous.available_bytes() + (1 << 30)
         monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
         assert free_in_folder() == room_in_memory() == 0
+
+
+@pytest.mark.ranks(2)
+def test_a_system_without_dev_shm_says_where_node_memory_lies(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("MPITRAIN_SHM_DIR", raising=False)
+    monkeypatch.setattr("collectives.transports.node.memory._USUAL", Path("/nonexistent/shm"))
+    monkeypatch.setattr("collectives.transports.node.memory._said", set())
+    for _ in range(2):
+        NodeMemory(comm.mpi).shared(8)
+    said = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert len(said) == (comm.rank == 0), said
+    assert all(f"node memory lies in {folder()}" in each and "set MPITRAIN_SHM_DIR" in each for each in said)
