@@ -20,11 +20,8 @@ _BATCH = 1 << 20  # the kernel counts memory in batches of pages
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _COUNTS = ("memory.events", "memory.oom_control")
 _USAGES = ("memory.current", "memory.usage_in_bytes")
-_GIVEN_BACK = (
-    "inactive_file",
-    "active_file",
-    "slab_reclaimable",
-)  # of memory.stat: what the kernel frees for processes
+_GIVEN_BACK = ("inactive_file", "active_file", "slab_reclaimable")
+"""Of memory.stat: what the kernel frees for processes."""
 MORE_MEMORY = "ask for more memory (Slurm: --mem, docker: --memory), or start fewer ranks on a node"
 _OF_HOST = "start fewer ranks on a node, or take a host with more memory"
 NAMED = "the kernel's OOM killer"

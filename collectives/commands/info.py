@@ -24,9 +24,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the table: under mpirun for all ranks, else for this process."""
-    comm = (
-        collectives.world()
-    )  # before the modules that import mpi4py, so that it says what is wrong with the MPI library
+    # Before the modules that import mpi4py, so that it says what is wrong with the MPI library.
+    comm = collectives.world()
     from collectives.transports import mpi
     from collectives.transports.gpu import cuda
     from collectives.transports.node import memory

@@ -1,17 +1,17 @@
 """Finds what dead jobs have left on a host, but for copies of the state. Nothing is removed here."""
 
-import fcntl
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
 from collectives.transports.node import memory
 from mpitrain.elastic.copies.folders import own_folders
+from mpitrain.elastic.copies.holding import locked
 from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, PREFIX, VARIABLES
 
 _LEFT_S = 60.0  # a younger file may belong to a rank that is just making it
@@ -43,20 +43,9 @@ def unused_packs() -> list[Path]:
     return found
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[bool]:
+def _alone(folder: Path) -> AbstractContextManager[bool]:
     """Lock a folder in the block, as packs do. The value: whether no process locks it."""
-    fd = -1
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        yield False
-    else:
-        yield True
-    finally:
-        if fd >= 0:
-            os.close(fd)
+    return locked(partial(os.open, folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
 
 
 def dead_sessions() -> list[Path]:

@@ -32,10 +32,8 @@ class Segments:
     """Segments that are found by address."""
 
     def __init__(self) -> None:
-        self._sorted: tuple[list[int], list[Segment]] = (
-            [],
-            [],
-        )  # addresses, and segments; replaced as one for other threads
+        # Addresses, and segments; replaced as one for other threads.
+        self._sorted: tuple[list[int], list[Segment]] = ([], [])
 
     def add(self, new: Segment) -> None:
         """Add a segment, and drop those that were unmapped."""

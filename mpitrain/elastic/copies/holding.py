@@ -9,8 +9,9 @@ a copy may be dead. So each process of a run also locks one file of the run, fro
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from mpitrain.elastic.copies.files import made_own, open_own, prefix, remove_copies
@@ -90,11 +91,17 @@ def unheld(*files: Path, make: bool) -> Iterator[bool]:
         yield free
 
 
-@contextmanager
-def alone(path: Path, flags: int = 0) -> Iterator[bool]:
+def alone(path: Path, flags: int = 0) -> AbstractContextManager[bool]:
     """Hold an exclusive lock on a file in the block. The value: whether the lock could be taken at once. `flags`: more of `os.open`."""
+    return locked(partial(open_own, path, os.O_RDWR | flags))
+
+
+@contextmanager
+def locked(opening: Callable[[], int]) -> Iterator[bool]:
+    """Hold an exclusive lock on what `opening` opens, a file or folder, in the block. The value: whether it could be opened, and the
+    lock be taken at once."""
     try:
-        fd = open_own(path, os.O_RDWR | flags)
+        fd = opening()
     except OSError:
         yield False
         return

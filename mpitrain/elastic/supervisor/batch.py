@@ -95,9 +95,8 @@ class Queue:
             fruitless, step = whole(record["fruitless"]), whole(record["step"])
             if record["job"] == self._job:
                 self._fruitless, self.best_step, self.best_saved = fruitless, step, whole(record.get("saved", 0))
-                self._earlier = {
-                    name: int(inode) for name, inode in record["earlier"].items()
-                }  # inodes may have 64 bits
+                # Inodes may have 64 bits.
+                self._earlier = {name: int(inode) for name, inode in record["earlier"].items()}
 
     def go_on_from(self, saved: int) -> None:
         """This job goes on from this step. Between two returns that were asked for here, Slurm itself may have queued the job again,

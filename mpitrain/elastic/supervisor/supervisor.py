@@ -84,9 +84,8 @@ class Supervisor:
         self._back: list[str] = []
         self._is_probed = False
         self._is_stopped_early = False  # before the first step of the launch
-        self._reached = self._saved = (
-            0  # the greatest step, and that of the newest checkpoint, before a launch that was stopped early
-        )
+        # The greatest step, and that of the newest checkpoint, before a launch that was stopped early.
+        self._reached = self._saved = 0
         self._segments: set[Segment] = set()
         self._sessions = Sessions()
         self._indices: dict[str, int] = {}
