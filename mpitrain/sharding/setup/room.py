@@ -68,9 +68,8 @@ def lacks_room(
     # Other stages of a pipeline are taken to need as much: see [Note: room of stages] in noted_room.py.
     full, others = (sum(each) * everyone // holders.size for each in zip(*(need for need, _ in of_ranks), strict=True))
     free = Room(*(min(each) for each in zip(*(free for _, free in of_ranks), strict=True)))
-    problem = (
-        _problem(full + others, free, counts_limit=not would_keep) if full else ""
-    )  # without full no rank shares parameters
+    # Without `full` no rank shares parameters.
+    problem = _problem(full + others, free, counts_limit=not would_keep) if full else ""
     problems = [each for each in ranks.all_holders.all_gather_object(problem) if each]
     if problems:
         say_private(ranks.all_holders, problems[0])
