@@ -37,10 +37,10 @@ class _Units(NamedTuple):
         return {"passes": passes, "step": step}
 
 
-def overhead(setup: TrainingSetup, *, steps: int, units: int = UNITS) -> HookOverhead:
+def overhead(setup: TrainingSetup, *, steps: int) -> HookOverhead:
     """Time `steps` steps of the sharded and of the plain model, in turn. Collective."""
     alone = setup.comm.split(setup.comm.rank)
-    models = {"sharded": _model(units, setup.device), "plain": _model(units, setup.device)}
+    models = {name: _model(UNITS, setup.device) for name in ("sharded", "plain")}
     for module in (*models["sharded"], models["sharded"]):
         fully_shard(module, alone, units="one")
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0)).to(setup.device)
@@ -52,7 +52,7 @@ def overhead(setup: TrainingSetup, *, steps: int, units: int = UNITS) -> HookOve
     # Ranks are independent: the median of each rank first, then the slowest rank's median.
     medians = slowest(setup.comm, {key: np.array(spread(seconds)[0]) for key, seconds in series.items()})
     return HookOverhead(
-        units, *(float(medians[name, part]) for part in ("passes", "step") for name in ("sharded", "plain"))
+        UNITS, *(float(medians[name, part]) for part in ("passes", "step") for name in ("sharded", "plain"))
     )
 
 

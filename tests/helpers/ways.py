@@ -33,7 +33,7 @@ def spread(*axes: Iterable[Any], all_on_2: bool = True) -> list[tuple[Any, ...]]
 
     On these every value of an axis still meets some of each other axis: those combinations are taken whose places in the axes add
     up to the number's part, modulo the length of the shortest axis. `all_on_2` False: some on 2 ranks too. For a test that runs on all
-    numbers of ranks: then each combination runs on one of them, if the shortest axis has four values at most.
+    numbers of ranks, marked `shared_cases`: then each combination runs on one of them, if the shortest axis has four values at most.
     """
     columns = [list(axis) for axis in axes]
     shortest = min(map(len, columns))

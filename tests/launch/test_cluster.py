@@ -13,7 +13,7 @@ import pytest
 from extent import extent
 from hosts import CLUSTER, cluster, need_namespaces
 from launching import ROOT, clean_environment, launch, run
-from main_job import losses
+from main_job import command, losses, trained
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,11 +82,11 @@ def test_copies_of_a_state_lie_on_both_hosts() -> None:
     assert re.search(r"\b(?:[7-9]|1\d) passed", result.stdout), str(result)
 
 
-def test_losses_on_two_hosts_are_those_of_one_process(tmp_path: Path) -> None:
-    settings = ["--train.steps", "3", "--train.eval-batches", "0", "--train.sample-bytes", "0"]
-    alone = launch(1, "-m", "mpitrain", "--run", str(tmp_path / "alone"), *settings)
-    result = cluster("-H", "2x2", "--", "python", "-m", "mpitrain", "--run", str(tmp_path / "hosts"), *settings)
-    assert alone.returncode == result.returncode == 0, f"{alone}\n{result}"
+def test_losses_on_two_hosts_are_those_of_one_process(corpus: Path, tmp_path: Path) -> None:
+    few = ("--train.steps", "5", "--train.eval-batches", "0", "--train.sample-bytes", "0")
+    trained(1, tmp_path / "alone", corpus, *few)
+    result = cluster("-H", "2x2", "--", "python", *command(tmp_path / "hosts", corpus, *few))
+    assert result.returncode == 0, str(result)
     # Relative: the ranks add in another order.
     np.testing.assert_allclose(losses(tmp_path / "hosts"), losses(tmp_path / "alone"), rtol=2e-5)
 

@@ -8,10 +8,12 @@ one printed. A rank that failed while others wait for it inside a collective rep
 Tests use the fixtures `comm` and `shared_tmp`. All ranks must come to the same outcome: also to skip.
 """
 
+import functools
 import os
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,12 +98,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def has_its_ranks(item: pytest.Item, size: int) -> bool:
-    """Whether so many ranks are among those that the test is marked for, if it is marked."""
+    """Whether a normal run carries the test out on so many ranks.
+
+    They are among those that the test is marked for; without a mark a test is for all. Three ranks are an odd number and four a larger
+    one, and most faults that one of the two shows the other shows, too. So a test for both runs on one, which its name draws, if the
+    numbers of ranks do not share its cases. On several hosts, where few tests run, all of them do.
+    """
     marker = item.get_closest_marker("ranks")
-    if marker is None or item.get_closest_marker("gpu"):
+    if item.get_closest_marker("gpu"):
         return True
-    # another MPI has nothing to do with what such tests show
-    return size in marker.args and MPI.get_vendor()[0] == "Open MPI"
+    # another MPI has nothing to do with what marked tests show
+    if marker is not None and (size not in marker.args or MPI.get_vendor()[0] != "Open MPI"):
+        return False
+    is_for_both = item.get_closest_marker("shared_cases") is None and (marker is None or {3, 4} <= set(marker.args))
+    return size < 3 or not is_for_both or spans_hosts() or zlib.crc32(item.nodeid.encode()) % 2 == size % 2
+
+
+@functools.cache
+def spans_hosts() -> bool:
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        return node.size < MPI.COMM_WORLD.size
+    finally:
+        node.Free()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -11,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from extent import extent
-from launching import ROOT, Result, launch, run
+from launching import Result, launch
 from main_job import error_line, losses, metrics
 from tokenizer_files import byte_pairs
 
+from mpitrain import cli
 from mpitrain.data.streaming.packing import Packing
 
 SETTINGS = (
@@ -51,13 +51,15 @@ def train(num_ranks: int, folder: Path, shards: str, *args: str) -> Result:
 
 
 @pytest.mark.parametrize("packing", extent(["whole"], ["cut", "whole"]))
-def test_a_run_that_changes_its_number_of_ranks(tmp_path: Path, shards: str, packing: Packing) -> None:
+def test_a_run_that_changes_its_number_of_ranks(
+    tmp_path: Path, shards: str, packing: Packing, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = byte_pairs(tmp_path / "tokenizer.json", ["all work and no play makes document 7 of 1 dull. "] * 3)
     args = ("--data.packing", packing, "--data.heldout", "0.2", "--data.tokenizer", str(file), "--model.vocab", "300")
     args += ("--train.sample-bytes", "4", "--train.sample-prompt", "all work")
     alone = train(1, tmp_path / "alone", shards, *args)
     assert alone.returncode == 0, str(alone)
-    for num_ranks, steps in ((3, "4"), (2, "9"), (1, "16")):
+    for num_ranks, steps in ((3, "7"), (2, "16")):
         result = train(num_ranks, tmp_path / "changing", shards, *args, "--train.steps", steps)
         assert result.returncode == 0, str(result)
     assert losses(tmp_path / "changing") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
@@ -69,18 +71,9 @@ def test_a_run_that_changes_its_number_of_ranks(tmp_path: Path, shards: str, pac
     nats, bits = (float(found) for found in re.findall(r"held-out (\S+) nats, (\S+) bits per byte", alone.stdout)[0])
     assert bits < 0.7 * nats / math.log(2), "a token is several bytes"
     assert "sample:\nall work" in alone.stdout
-    command = [
-        sys.executable,
-        "-m",
-        "mpitrain",
-        "sample",
-        "--checkpoint",
-        str(tmp_path / "alone"),
-        "--prompt",
-        "no play",
-    ]
-    sample = run([*command, "--bytes", "3"], cwd=ROOT)
-    assert sample.returncode == 0 and sample.stdout.startswith("no play"), str(sample)
+    capsys.readouterr()
+    assert cli.main(["sample", "--checkpoint", str(tmp_path / "alone"), "--prompt", "no play", "--bytes", "3"]) == 0
+    assert capsys.readouterr().out.startswith("no play")
 
 
 def test_ranks_with_the_same_rows_save_the_place_once(tmp_path: Path, shards: str) -> None:

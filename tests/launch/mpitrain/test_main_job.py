@@ -125,8 +125,7 @@ def test_losses_are_those_of_a_plain_loop(
 @pytest.mark.parametrize(
     ("num_ranks", "args", "tolerance"),
     [
-        (3, ["--parallel.storage", "private"], FP32),
-        (2, ["--parallel.storage", "private", "--parallel.no-reshard-after-forward", "--train.accumulate", "3"], FP32),
+        (3, ["--parallel.storage", "private", "--parallel.no-reshard-after-forward", "--train.accumulate", "2"], FP32),
         (2, ["--parallel.param-dtype", "bfloat16", "--train.accumulate", "2"], BF16),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, is_open_mpi, run
 
-ROWS = [("copies", 4, 0), ("resumed", 3, 0), ("resumed", 1, 3), ("killed", 4, 0)]
+ROWS = [("resumed", 3, 0), ("resumed", 1, 3), ("killed", 4, 0)]
 """Case, ranks, and the step after which a run begins."""
 
 

@@ -121,6 +121,7 @@ def plain() -> Odd:
     return Odd()
 
 
+@pytest.mark.shared_cases
 @pytest.mark.parametrize(("kind", "way"), spread(MAKES, WAYS, all_on_2=False))
 def test_on_shards(comm: Communicator, plain: Odd, kind: str, way: str) -> None:
     torch.manual_seed(0)

@@ -70,6 +70,7 @@ def check(
             assert torch.equal(param[place], whole[name][within(box)]), name
 
 
+@pytest.mark.shared_cases
 @pytest.mark.parametrize(("way", "dtype"), spread(WAYS, [torch.bfloat16, torch.float32], all_on_2=False))
 def test_given_gradients_sharded(comm: Communicator, way: str, dtype: torch.dtype) -> None:
     model, plain = shard(Odd(), comm, way), Odd()

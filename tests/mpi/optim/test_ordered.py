@@ -91,6 +91,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return mpitrain.optim.LAMB(matrices, lr=0.02)
 
 
+@pytest.mark.shared_cases
 @pytest.mark.parametrize(("make", "way"), spread([lars, lamb], WAYS, all_on_2=False))
 def test_on_shards(
     comm: Communicator, alone: Communicator, make: Callable[[nn.Module], torch.optim.Optimizer], way: str

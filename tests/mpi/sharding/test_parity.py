@@ -32,6 +32,7 @@ CELLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.shared_cases
 @pytest.mark.parametrize(("name", "by", "way", "reshard_after_forward"), CELLS)
 def test_steps_beside_plain_torch(
     comm: Communicator, name: str, by: str, way: str, reshard_after_forward: bool

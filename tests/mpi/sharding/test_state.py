@@ -118,6 +118,7 @@ def assert_alike(mine: Any, other: Any, where: str = "", **tolerance: float) -> 
         assert mine == other, where
 
 
+@pytest.mark.shared_cases
 @pytest.mark.parametrize(("kind", "way"), spread(OPTIMIZERS, WAYS, all_on_2=False))
 def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kind: str, way: str) -> None:
     model = sharded(0, comm, way)

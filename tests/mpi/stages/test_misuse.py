@@ -10,7 +10,7 @@ from torch import nn
 import mpitrain
 from collectives import Communicator
 from mpitrain.stages import StagePlan, pipeline
-from tests.mpi.stages.test_parity import MICRO, adamw, batches, gpt, targets, tied_llama
+from tests.mpi.stages.test_parity import FEW, MICRO, adamw, batches, gpt, targets, tied_llama
 
 PLAN = StagePlan(first=("embed",), blocks="blocks", last=("head",), stream="x")
 
@@ -117,7 +117,7 @@ def test_what_is_refused(comm: Communicator) -> None:
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_gradients_are_reduced_if_the_last_action_computes_none(comm: Communicator, schedule: str) -> None:
     """Under autocast no gradient of a weight is left for later."""
-    mesh, plain, model = mpitrain.mesh(comm, pp=2), gpt(), gpt()
+    mesh, plain, model = mpitrain.mesh(comm, pp=2), gpt(FEW), gpt(FEW)
     pipe = pipeline(model, mesh["pp"], schedule, micro_batches=MICRO)
     mpitrain.fully_shard(model, mesh, stage=2)
     optimizer, tokens = adamw(model), batches(0)
@@ -133,7 +133,7 @@ def test_gradients_are_reduced_if_the_last_action_computes_none(comm: Communicat
 
 @pytest.mark.ranks(2)
 def test_torch_s_scaler_and_gradients_within_the_loss(comm: Communicator) -> None:
-    plain, model = tied_llama(), tied_llama()
+    plain, model = tied_llama(FEW), tied_llama(FEW)
     pipe = pipeline(model, comm, "zb-h1", micro_batches=MICRO)
     optimizer, scaler, tokens = adamw(model), torch.amp.GradScaler("cpu", init_scale=256.0), batches(0)
 

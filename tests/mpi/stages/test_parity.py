@@ -1,6 +1,9 @@
 """A model in stages trains as the plain model does, by every schedule."""
 
+import functools
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,17 +18,19 @@ from mpitrain.stages import pipeline
 from tests.helpers.extent import extent
 
 STEPS, MICRO = extent(3, 10), 8
-SIZES = {"vocab": 50, "context": 16, "width": 24, "layers": 11, "heads": 2}
+SIZES = {"vocab": 50, "context": 16, "width": 24, "heads": 2}
+LAYERS = 11  # for 12 stages
+FEW = 5  # for 4 stages
 
 
-def gpt() -> LanguageModel:
+def gpt(layers: int = LAYERS) -> LanguageModel:
     torch.manual_seed(0)
-    return GPT(GPTConfig(**SIZES, tied=False))
+    return GPT(GPTConfig(**SIZES, layers=layers, tied=False))
 
 
-def tied_llama() -> LanguageModel:
+def tied_llama(layers: int = LAYERS) -> LanguageModel:
     torch.manual_seed(0)
-    return Llama(LlamaConfig(**SIZES, tied=True))
+    return Llama(LlamaConfig(**SIZES, layers=layers, tied=True))
 
 
 def batches(step: int, rank: int = 0) -> list[torch.Tensor]:
@@ -42,6 +47,33 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
 
 
+class Reference(NamedTuple):
+    losses: list[float]
+    grads: list[dict[str, torch.Tensor]]  # of each step, by all names of a parameter
+    norms: list[float]
+    model: LanguageModel  # after the last step
+
+
+@functools.cache
+def trained_alone(make: Callable[[], LanguageModel], num_ranks: int = 1, clip_norm: float = math.inf) -> Reference:
+    """The plain model, trained on the micro-batches of so many ranks. Once for all schedules."""
+    model = make()
+    optimizer, losses, grads, norms = adamw(model), [], [], []
+    for step in range(STEPS):
+        total = 0.0
+        for rows in [rows for rank in range(num_ranks) for rows in batches(step, rank)]:
+            loss = model(rows, rows.roll(-1, 1)) / num_ranks
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        params = model.named_parameters(remove_duplicate=False)
+        grads.append({name: param.grad.clone() for name, param in params if param.grad is not None})
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Reference(losses, grads, norms, model)
+
+
 SCHEDULES = [
     *((name, None) for name in ("gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v")),
     ("interleaved", 2),
@@ -55,26 +87,21 @@ SCHEDULES = [
 def test_steps_beside_the_plain_model(
     comm: Communicator, make: Callable[[], LanguageModel], schedule: str, stages: int | None
 ) -> None:
-    plain, model = make(), make()
+    plain, model = trained_alone(make), make()
     pipe = pipeline(model, comm, schedule, micro_batches=MICRO, stages_per_rank=stages)
-    whole = dict(plain.named_parameters(remove_duplicate=False))
-    assert comm.size == 1 or sum(p.numel() for p in model.parameters()) < sum(p.numel() for p in plain.parameters())
-    optimizers = adamw(plain), adamw(model)
+    whole = dict(plain.model.named_parameters(remove_duplicate=False))
+    mine, all_of_it = (sum(p.numel() for p in each.parameters()) for each in (model, plain.model))
+    assert comm.size == 1 or mine < all_of_it
+    optimizer = adamw(model)
     for step in range(STEPS):
-        tokens, expected = batches(step), 0.0
-        for rows in tokens:
-            loss = plain(rows, rows.roll(-1, 1))
-            loss.backward()
-            expected += loss.item()
-        assert pipe.step(tokens, last=targets(tokens)).sum().item() == pytest.approx(expected, rel=1e-6)
+        tokens = batches(step)
+        assert pipe.step(tokens, last=targets(tokens)).sum().item() == pytest.approx(plain.losses[step], rel=1e-6)
         for name, param in model.named_parameters():
-            grad = whole[name].grad
+            grad = plain.grads[step][name]
             assert param.grad is not None
-            assert grad is not None
             assert (param.grad - grad).abs().max() <= 1e-5 * grad.abs().max()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     for name, param in model.named_parameters():
         torch.testing.assert_close(param, whole[name], rtol=0, atol=2e-5)
 
@@ -105,30 +132,24 @@ def test_with_zero(
     comm: Communicator, make: Callable[[], LanguageModel], schedule: str, stage: int, storage: str
 ) -> None:
     """The gradients are clipped, so their norm counts each parameter once."""
-    plain, model, mesh = make(), make(), mpitrain.mesh(comm, pp=2)
+    model, mesh = make(), mpitrain.mesh(comm, pp=2)
     data = mesh["dp_shard"]
+    plain = trained_alone(make, data.size, 0.1)
     pipe = pipeline(model, mesh["pp"], schedule, micro_batches=MICRO)
     mpitrain.fully_shard(model, mesh, stage=stage, storage=storage)  # type: ignore[arg-type]
-    optimizers = adamw(plain), adamw(model)
+    optimizer = adamw(model)
     for step in range(STEPS):
-        expected = 0.0
-        for rows in [rows for rank in range(data.size) for rows in batches(step, rank)]:
-            loss = plain(rows, rows.roll(-1, 1)) / data.size
-            loss.backward()
-            expected += loss.item()
         tokens = batches(step, data.rank)
         total = pipe.step(tokens, last=targets(tokens)).sum()
         data.all_reduce(total)
-        assert total.item() / data.size == pytest.approx(expected, rel=1e-6)
-        of_each = {name: param.grad.norm().item() for name, param in plain.named_parameters() if param.grad is not None}
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert total.item() / data.size == pytest.approx(plain.losses[step], rel=1e-6)
+        of_each = {name: plain.grads[step][name].norm().item() for name, _ in plain.model.named_parameters()}
         assert mpitrain.grad_norms(model) == pytest.approx(of_each, rel=1e-5)
-        assert mpitrain.clip_grad_norm_(model, 0.1).item() == pytest.approx(norm.item(), rel=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        assert mpitrain.clip_grad_norm_(model, 0.1).item() == pytest.approx(plain.norms[step], rel=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
     whole = mpitrain.full_state_dict(model)
-    for name, value in plain.state_dict().items() if comm.rank == 0 else ():
+    for name, value in plain.model.state_dict().items() if comm.rank == 0 else ():
         torch.testing.assert_close(whole.pop(name), value, rtol=0, atol=2e-5)
     assert not whole
     mesh.free()

@@ -15,7 +15,7 @@ from mpitrain.init import initialize
 from mpitrain.models import GPTConfig, LanguageModel, LlamaConfig, TransformerConfig, build
 from mpitrain.parts import part_of
 
-STEPS = 10
+STEPS = extent(5, 10)
 NUM_HEADS = 12  # which 2, 3 and 4 ranks share equally
 LENGTH = 24
 
@@ -145,7 +145,7 @@ def whole_model(model: LanguageModel, path: Path) -> LanguageModel:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_ten_steps(comm: Communicator, shared_tmp: Path, config: TransformerConfig) -> None:
+def test_steps_of_each_layout(comm: Communicator, shared_tmp: Path, config: TransformerConfig) -> None:
     reference = plain(config)
     expected = train(reference, optimizer_of(reference), 4)
     for layout in layouts(comm.size)[:: 1 if config is UNTIED else 3]:

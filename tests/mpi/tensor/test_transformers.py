@@ -96,6 +96,7 @@ def losses(model: Any, data: Communicator | None, steps: int = STEPS) -> tuple[l
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.shared_cases
 @pytest.mark.parametrize(("name", "sequence"), spread(MODELS, [False, True], all_on_2=False))
 def test_steps_beside_the_plain_model(comm: Communicator, name: str, sequence: bool) -> None:
     reference = made(name)
