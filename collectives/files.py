@@ -121,8 +121,7 @@ def _all_of(file: FileIO, path: str | os.PathLike[str], most_bytes: int) -> byte
 def other_writer(path: str | os.PathLike[str], found: os.stat_result | None = None) -> str:
     """Who else than this user and root could have written the file or folder, such as "it belongs to user 7"; "" if nobody could.
 
-    As with ssh, all folders above count too: who can write to one can replace what is in it, unless it is sticky, as /tmp is. So do
-    the links on the way, with the folders above each of them: who makes a link chooses the file.
+    As with ssh, all folders above count too: see `other_replacer`.
 
     OSError: it cannot be looked at.
 
@@ -134,18 +133,30 @@ def other_writer(path: str | os.PathLike[str], found: os.stat_result | None = No
         return f"it belongs to user {its.st_uid}"
     if its.st_mode & 0o022:
         return "others can write to it"
-    if stat.S_ISREG(its.st_mode) or stat.S_ISDIR(its.st_mode):
-        # In a container without root, all users but this one have the number of the owner of "/", also root, to whom the system's
-        # folders belong. A stranger's folder cannot be told from them. A file in it is told by its own owner.
-        trusted.add(os.stat("/").st_uid)
-        for folder, link in _way(path):
-            above = os.lstat(folder)
-            is_open = above.st_mode & 0o022
-            if above.st_uid not in trusted or (is_open and not above.st_mode & stat.S_ISVTX):
-                return f"others can replace it: {folder} belongs to user {above.st_uid}, mode {stat.S_IMODE(above.st_mode):o}"
-            owner = os.lstat(link).st_uid if link else os.geteuid()
-            if owner not in ({os.geteuid(), 0} if is_open else trusted):  # links of the system lie in its own folders
-                return f"others can replace it: the link {link} belongs to user {owner}"
+    replacer = other_replacer(path) if stat.S_ISREG(its.st_mode) or stat.S_ISDIR(its.st_mode) else ""
+    return replacer and f"others can replace it: {replacer}"
+
+
+def other_replacer(path: str | os.PathLike[str]) -> str:
+    """By what others than this user and root could put something else at a path, such as "/a belongs to user 7, mode 755"; "" if nobody
+    could. There need be nothing at the path.
+
+    Who can write to a folder above can replace what is in it, unless it is sticky, as /tmp is. So do links on
+    the way count, with the folders above each: who makes a link chooses the file.
+
+    OSError: a folder above cannot be looked at.
+    """
+    # In a container without root, all users but this one have the number of the owner of "/", also root, to whom the system's folders
+    # belong. A stranger's folder cannot be told from them. A file in it is told by its own owner.
+    trusted = {os.geteuid(), 0, os.stat("/").st_uid}
+    for folder, link in _way(path):
+        above = os.lstat(folder)
+        is_open = above.st_mode & 0o022
+        if above.st_uid not in trusted or (is_open and not above.st_mode & stat.S_ISVTX):
+            return f"{folder} belongs to user {above.st_uid}, mode {stat.S_IMODE(above.st_mode):o}"
+        owner = os.lstat(link).st_uid if link else os.geteuid()
+        if owner not in ({os.geteuid(), 0} if is_open else trusted):  # links of the system lie in its own folders
+            return f"the link {link} belongs to user {owner}"
     return ""
 
 

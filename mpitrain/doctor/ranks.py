@@ -19,6 +19,7 @@ from collectives import version
 from collectives.cgroup import groups_of, smallest_limit
 from collectives.diagnosis.ring.addresses import chosen
 from collectives.environment import CHOICES
+from collectives.files import other_replacer
 
 FOLDERS = ("MPITRAIN_SHM_DIR", "MPITRAIN_PACK_DIR")
 """The variables that name a folder that must be there."""
@@ -84,7 +85,11 @@ def _wrong_folder(value: str) -> str:
         return f"is {value!r}, which is no full path"
     if not os.path.isdir(value):
         return f"is {value!r}, which is {'no folder' if os.path.lexists(value) else 'missing'}"
-    return "" if os.access(value, os.W_OK | os.X_OK) else f"is {value!r}, to which this user may not write"
+    if not os.access(value, os.W_OK | os.X_OK):
+        return f"is {value!r}, to which this user may not write"
+    if why := other_replacer(os.path.join(value, "mpitrain")):
+        return f"is {value!r}, in which others can replace files: {why}; expected a folder that they cannot write to, or a sticky one"
+    return ""
 
 
 class Limits(NamedTuple):

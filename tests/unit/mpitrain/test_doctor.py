@@ -577,11 +577,17 @@ def test_the_age_of_a_process() -> None:
 
 def test_variables_that_name_places_of_another_host_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
+    for name, mode in (("open", 0o777), ("open/below", 0o700), ("sticky", 0o1777)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
     monkeypatch.chdir(tmp_path)
     for name, value, said in (
         ("MPITRAIN_SHM_DIR", ".", "no full path"),
         ("MPITRAIN_SHM_DIR", f"{tmp_path}/file", "no folder"),
         ("MPITRAIN_PACK_DIR", f"{tmp_path}/none", "missing"),
+        ("MPITRAIN_SHM_DIR", f"{tmp_path}/open", f"{tmp_path}/open belongs to user {os.getuid()}, mode 777"),
+        ("MPITRAIN_PACK_DIR", f"{tmp_path}/open/below", "a sticky one"),
+        ("MPITRAIN_PACK_DIR", f"{tmp_path}/sticky", None),
         ("MPITRAIN_LISTEN", "nosuch0,300.1.1.1", "interfaces"),
         ("MPITRAIN_LISTEN", "nosuch0,127.0.0.1", None),
         ("MPITRAIN_SHM_DIR", str(tmp_path), None),
