@@ -178,13 +178,15 @@ given = np.random.default_rng(comm.rank).standard_normal(1 << 20, np.float32)
 for name in ("fp32", "bf16", "int8"):
     wired = comm.with_wire({"network": name})
     wired.all_reduce(given.copy())
-    x, before, counted = given.copy(), on_link(), collectives.network_bytes()
-    wired.all_reduce(x)
-    after = on_link()
+    sent = []
+    for _ in range(3):  # the least: TCP may send some packets again
+        x, before, counted = given.copy(), on_link(), collectives.network_bytes()
+        wired.all_reduce(x)
+        sent.append(on_link() - before)
     assert len(set(comm.all_gather_object(hashlib.sha256(x.tobytes()).hexdigest()))) == 1
     nbytes[name] = sum(comm.all_gather_object(collectives.network_bytes() - counted)[first : first + comm.node.size])
     if comm.node.rank == 0:
-        print("of the count", (after - before) / nbytes[name], "of fp32", nbytes[name] / nbytes["fp32"], flush=True)
+        print("of the count", min(sent) / nbytes[name], "of fp32", nbytes[name] / nbytes["fp32"], flush=True)
 print("auto", comm.with_wire({"network": "auto"}).wire["network"], flush=True)
 """
     result = cluster("-H", hosts, "--rate", rate, "python", "-c", script)
