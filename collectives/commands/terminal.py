@@ -15,7 +15,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _FILE_WIDTH = 240  # characters of a line in a file or a pipe
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """The user's request cannot be carried out; the text is the whole message."""
 
 

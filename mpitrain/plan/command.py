@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from collectives import is_live_terminal
+from collectives.bench.kit.pictures import need_matplotlib
 from mpitrain.plan import layout as layouts
 from mpitrain.plan import machine as machines
 from mpitrain.plan import report, settings
@@ -37,6 +38,8 @@ FIXED = {
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code. ValueError or OSError for wrong arguments and files."""
     options = _parser().parse_args(argv)
+    if options.plot is not None:
+        need_matplotlib()
     if options.published:
         _published(options.plot)
         return 0

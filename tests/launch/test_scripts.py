@@ -435,3 +435,12 @@ def test_train_ends_an_mpirun_that_does_not_end_after_a_failure(checkout: Path) 
     result = train(checkout, "-np", "1", timeout_s=50)
     assert result.returncode != 0 and 10 < result.seconds < 30, str(result)
     assert result.stderr.endswith("train: the job has failed:\nhost2 is silent\n"), str(result)
+
+
+@pytest.mark.parametrize("script", ["setup", "test", "pack"])
+def test_the_comment_at_the_top_of_a_script_is_its_help(script: str) -> None:
+    """Printed at once, before anything is set up."""
+    result = run([ROOT / "mpirun" / script, "--help"], timeout_s=10)
+    assert (result.returncode, result.stderr) == (0, ""), str(result)
+    assert result.stdout.startswith("Sets up what is missing") and f"  ./mpirun/{script} " in result.stdout, str(result)
+    assert "set -euo" not in result.stdout and not re.search("^#", result.stdout, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,3 +122,10 @@ def test_importing_brings_neither_mpi_nor_torch(modules: str, absent: tuple[str,
     script = f"import sys, {modules}; print([name for name in {absent!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("name", ["data", "elastic", "health", "models", "tensor"])
+def test_folders_that_users_name_are_attributes_of_the_package(name: str) -> None:
+    """As `mpitrain.elastic.run` after `import mpitrain` alone. Not by the attribute: an import elsewhere may have set it."""
+    package = importlib.import_module("mpitrain")
+    assert package.__getattr__(name) is importlib.import_module(f"mpitrain.{name}")

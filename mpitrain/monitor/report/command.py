@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from collectives.bench.kit.pictures import need_matplotlib
-from collectives.commands.terminal import UsageError
 from collectives.texts import shown
 from mpitrain.files import replace
 from mpitrain.monitor.picture import writing
@@ -33,10 +32,7 @@ def main(words: Sequence[str]) -> int:
     )
     options = parser.parse_args(words)
     if options.png is not None:
-        try:
-            need_matplotlib("--png")
-        except UsageError as error:
-            raise ValueError(str(error)) from None
+        need_matplotlib("--png")
     runs = [read_run(folder) for folder in options.runs]
     png = None if options.png is None else Path(options.png)
     if png is not None:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from collectives.bench.kit.pictures import new_figure
-from collectives.commands.terminal import UsageError
+from collectives.bench.kit.pictures import need_matplotlib, new_figure
 from collectives.texts import shown
 from mpitrain.monitor.trace.drawn import Drawn
 
@@ -38,12 +37,10 @@ def check(file: Path) -> None:
 
 def draw(trace: Path, file: Path) -> None:
     """Draw a trace to a file. ValueError if `trace` is none or matplotlib is missing; OSError if a file cannot be read or written."""
+    need_matplotlib("--draw")
     found = Drawn(trace)
     ranks = sorted(found.names)
-    try:
-        figure = new_figure(13, 1.6 + 0.62 * len(ranks))
-    except UsageError:
-        raise ValueError("trace: --draw needs matplotlib: pip install 'mpitrain[plot]'") from None
+    figure = new_figure(13, 1.6 + 0.62 * len(ranks))
     axes = figure.add_subplot()
     places = {pid: -number for number, pid in enumerate(ranks)}
     has_bars = _draw_bars(axes, found, places)

@@ -40,7 +40,7 @@ def _value(table: Table, value: float) -> str:
 
 
 def plot(path: str) -> None:
-    """Write a picture of predicted over published values to `path` as SVG. OSError, or ImportError without matplotlib."""
+    """Write a picture of predicted over published values to `path` as SVG. OSError; UsageError without matplotlib."""
     figure = new_figure(7, 5)
     axes = figure.add_subplot()
     for table, colour in zip(TABLES, COLOURS, strict=True):

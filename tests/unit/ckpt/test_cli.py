@@ -115,3 +115,14 @@ def test_a_run_stands_for_its_checkpoints(tmp_path, capsys):
     assert "step-00000003" in capsys.readouterr().out
     assert main(["show", str(tmp_path)]) == 0
     assert str(tmp_path / "checkpoints" / "step-00000003") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_folder_of_runs_says_how_to_name_one(tmp_path, capsys, words):
+    (tmp_path / "0-other").mkdir()
+    for run in ("a", "b"):
+        ckpt.save(tmp_path / run / "checkpoints" / "step-00000003", {"x": np.ones(2)}, comm=None)
+    assert main(["ls", str(tmp_path), *words]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"no checkpoints in {tmp_path}: name one of the runs in it, such as {tmp_path}/a\n"
+    assert not words or said.out == "[]\n"

@@ -211,6 +211,18 @@ def test_published(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize("words", [["--published"], [*SMALL, "--simulate"]])
+def test_a_picture_without_matplotlib_is_refused_at_once(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's own way to say that it cannot be imported
+    with pytest.raises(
+        ValueError, match=r"^--plot needs matplotlib: pip install 'mpitrain\[plot\]', or leave out --plot$"
+    ):
+        command.main([*words, "--plot", str(tmp_path / "x.svg")])
+    assert capsys.readouterr().out == ""
+
+
 def test_an_error_is_one_line() -> None:
     words = [sys.executable, "-m", "mpitrain", "plan", "--model", "llama4"]
     result = subprocess.run(
