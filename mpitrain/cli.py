@@ -41,6 +41,7 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
        python -m mpitrain watch RUN                             see a run while it runs (one process; --help shows more)
        python -m mpitrain report RUN [RUN ...]                  make a page of one or more runs (one process; --help shows more)
        python -m mpitrain diff A B                              find the first step and tensor in which two runs differ (one process)
+       python -m mpitrain stop RUN                              let a run save a checkpoint and stop (one process; --help shows more)
        python -m mpitrain trace RUN --steps N                   trace the next steps of a run (one process; --help shows more)
        python -m mpitrain profile RUN|settings                  say where the time of a step goes (with settings under mpirun)
        python -m mpitrain schedules check|show                  prove or draw the schedules of pipelines (one process)
@@ -132,7 +133,7 @@ def _main(words: list[str]) -> int:
             with comm.together():
                 raise ValueError(
                     f"unknown command {command!r}; expected train, elastic, tokenizer, tokenize, sample, bench, memory, plan, "
-                    "watch, report, diff, trace, profile, schedules, pack, doctor or chaos"
+                    "watch, report, diff, stop, trace, profile, schedules, pack, doctor or chaos"
                 )
     except Exception as error:
         if not collectives.on_all_ranks(error):
@@ -301,6 +302,12 @@ def _pack(words: list[str]) -> None:
     command.main(words)
 
 
+def _stop(words: list[str]) -> int:
+    from mpitrain.train import stop_request
+
+    return stop_request.main(words)
+
+
 def _trace(words: list[str]) -> int:
     from mpitrain.monitor.trace import command
 
@@ -367,6 +374,7 @@ _ALONE: dict[str, Callable[[list[str]], int | None]] = {
     "sample": _sample,
     "schedules": _schedules,
     "tokenizer": _tokenizer,
+    "stop": _stop,
     "trace": _trace,
     "watch": _watch,
 }

@@ -177,6 +177,11 @@ class Holder:
     def __str__(self) -> str:
         return describe(self._seen)
 
+    @property
+    def token(self) -> str:
+        """Of the lock that was seen last: another process of the job may have taken it over; "" if it could not be read."""
+        return "" if self._seen is None else self._seen.token
+
     def is_gone(self) -> str | None:
         """Why no job trains there: it has released its lock, its process has ended, or it gives no sign of life for 30 s. Else None."""
         try:

@@ -7,6 +7,7 @@ RUN/checkpoints/step-00000100/      see ckpt
 RUN/events.jsonl                    one line per save, spike, failure, recovery, ...: see monitor/record/events.py
 RUN/failure.txt                     the report of the failure that ended the last job, if it failed
 RUN/.lock                           the job that trains in it: see folder_lock.py
+RUN/.stop                           a request to stop: see stop_request.py
 RUN/.lease                          of an elastic run: see elastic/lease.py
 """
 
@@ -31,6 +32,7 @@ from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import NAME as EVENTS
 from mpitrain.monitor.record.events import write_event
 from mpitrain.train.checkpoints.meta import age_of
+from mpitrain.train.stop_request import StopRequests
 
 
 class Run:
@@ -56,6 +58,7 @@ class Run:
         """Gets each event that rank 0 has written."""
         self.say: Callable[[str], object] = lambda line: None
         """Prints a line on rank 0."""
+        self._stop_requests = StopRequests(self.folder)
         self._on_event = config.log.on_event
         self._alerts: Alerts | None = None  # from the first event on
         self.earlier: Lease | None = None
@@ -144,6 +147,10 @@ class Run:
     def is_lost(self) -> bool:
         """Whether the folder is another process's now. It reads the files of the lock and of the lease."""
         return self._has_let_go or bool(self._how_lost())
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether `python -m mpitrain stop` has asked the job that holds the folder, which is this one."""
+        return self._lock is not None and self._stop_requests.are_for(self.token)
 
     def _how_lost(self) -> str:
         """The description of a takeover by another process, or ""."""

@@ -13,8 +13,8 @@ from mpitrain.train.run import Run
 
 
 class SharedFolder:
-    """The folder of `run` on the ranks `comm`. All methods but `is_lost` and `alive` are collective, and raise
-    an error of rank 0 on all ranks."""
+    """The folder of `run` on the ranks `comm`. All methods but `is_lost`, `is_asked_to_stop` and `alive` are collective, and
+    raise an error of rank 0 on all ranks."""
 
     def __init__(self, config: Config, comm: Communicator, run: Run) -> None:
         self._config, self._comm, self._run = config, comm, run
@@ -47,6 +47,10 @@ class SharedFolder:
     def is_lost(self) -> bool:
         """Whether the folder is another job's now, as far as this rank knows: rank 0 reads it."""
         return self._run.is_lost()
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether `python -m mpitrain stop` asks for it, as far as this rank knows: rank 0 looks into the folder."""
+        return self._run.is_asked_to_stop()
 
     def check_lock(self) -> None:
         """RuntimeError if the folder is another job's now."""

@@ -88,7 +88,7 @@ class TrainStep:
         # squares of norms.
         is_odd = health.is_odd(grad_norm)
         asked, lost, odd, squares, num_damaged, *sums = self._total(
-            stop.requested(),
+            stop.requested() or self._folder.is_asked_to_stop(),
             self._folder.is_lost(),
             is_odd,
             grad_norm * grad_norm,

@@ -77,7 +77,7 @@ def test_every_mistake_is_one_line(corpus: Path, tmp_path: Path) -> None:
         [
             *(message.format(tmp=tmp_path) for _, message in MISTAKES),
             "unknown command 'trian'; expected train, elastic, tokenizer, tokenize, sample, bench, memory, plan, watch, "
-            "report, diff, trace, profile, schedules, pack, doctor or chaos",
+            "report, diff, stop, trace, profile, schedules, pack, doctor or chaos",
         ],
     )
     assert printed == []
