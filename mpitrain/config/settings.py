@@ -101,8 +101,8 @@ class TrainConfig:
     eval_only: bool = False
     """Evaluate the checkpoint, and do not train."""
     sample_bytes: int | None = None
-    """Length of the sample, a text that the model generates at the end of the run; 0: no sample; None: 400, in a batch job (of Slurm or
-    PBS) 0."""
+    """Length of the sample, a text that the model generates at the end of the run; 0: no sample; None: 400 or what 30 s give, in a
+    batch job (of Slurm or PBS) 0."""
     sample_prompt: str = "def "
     """The beginning of the sample."""
     sample_temperature: float = 0.8

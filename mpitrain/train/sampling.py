@@ -1,6 +1,7 @@
 """Generates text: with the model in training, or with a checkpoint in one process without MPI."""
 
 import codecs
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -13,10 +14,12 @@ from ckpt.storage.places import Place
 from mpitrain.config import from_text, unpacked_settings
 from mpitrain.data.tokenizers import Tokenizer, load_tokenizer
 from mpitrain.models import TransformerConfig, build, sample_tokens
+from mpitrain.train import stop
 from mpitrain.train.checkpoints.meta import read_meta
 from mpitrain.weights import state
 
 _NO_CHARACTER = "\ufffd".encode()
+_TOLD_EVERY_S = 10.0
 
 
 def sample(
@@ -85,7 +88,7 @@ def write(
     seed: int,
     device: torch.device,
 ) -> Iterator[str]:
-    """The prompt and the text of `num` tokens after it, piece by piece. `model`: as in `sample_tokens`, on `device`.
+    """The prompt, the text that each of `num` tokens adds, which may be "", and the rest. `model`: as in `sample_tokens`, on `device`.
 
     Collective if the model is spread over ranks.
     """
@@ -105,7 +108,36 @@ def write(
     for token in drawn:
         tokens.append(token)
         so_far = tokenizer.decode(np.array(tokens))
-        if so_far.startswith(text) and not so_far.endswith(_NO_CHARACTER):
-            yield decoder.decode(so_far[len(text) :])
-            text = so_far
+        is_whole = so_far.startswith(text) and not so_far.endswith(_NO_CHARACTER)
+        yield decoder.decode(so_far[len(text) :]) if is_whole else ""
+        text = so_far if is_whole else text
     yield decoder.decode(tokenizer.decode(np.array(tokens))[len(text) :] if tokens else b"", final=True)
+
+
+def written(
+    pieces: Iterator[str],
+    *,
+    num: int,
+    limit_s: float,
+    sum_of_ranks: Callable[..., list[float]],
+    rank: int,
+    say: Callable[[str], object],
+) -> str:
+    """The text of the pieces of `write`, at most until a rank is asked to stop or `limit_s` seconds have passed on rank 0. Collective.
+
+    `num`: the tokens that are asked for. `sum_of_ranks`: of each argument. `say`: prints a line, every ten seconds and at an early end.
+    """
+    began = told = time.monotonic()
+    text = []
+    for number, piece in enumerate(pieces):  # number 0 is the prompt
+        text.append(piece)
+        now = time.monotonic()
+        asked, late = sum_of_ranks(stop.requested(), rank == 0 and now - began > limit_s)
+        if (asked or late) and number < num:
+            why = "as asked" if asked else f"{limit_s:g} s are over; --train.sample-bytes {num} sets no limit of time"
+            say(f"the sample ends after {number} of {num} bytes: {why}")
+            break
+        if now - told > _TOLD_EVERY_S:
+            told = now
+            say(f"{number} of {num} bytes")
+    return "".join(text)

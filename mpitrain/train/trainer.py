@@ -1,5 +1,6 @@
 """The main job: trains a model on bytes, sharded over all ranks; saves checkpoints, stops when asked, and continues later."""
 
+import math
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,13 +37,14 @@ from mpitrain.train.newer import about_newer
 from mpitrain.train.observers import Observers
 from mpitrain.train.passes import CommunicationClock
 from mpitrain.train.run import Run
-from mpitrain.train.sampling import write
+from mpitrain.train.sampling import write, written
 from mpitrain.train.shared_folder import SharedFolder
 from mpitrain.train.steps.step import GoBackError, TrainStep
 from mpitrain.train.workload import Workload, check_evaluation, check_settings
 from mpitrain.weights.state import OnDisk
 
-_SAMPLE_BYTES = 400
+_SAMPLE_BYTES, _SAMPLE_S = 400, 30.0
+"""Of the sample at the end of a run if the settings do not say its length: its length, and when it ends at the latest."""
 
 
 class Trainer:
@@ -128,15 +130,16 @@ class Trainer:
         return asked if asked is not None else 0 if is_batch_job() else _SAMPLE_BYTES
 
     def sample(self) -> str:
-        """The text that the model generates after the prompt."""
-        train, tokenizer = self.config.train, self._work.tokenizer
+        """The text that the model generates after the prompt; less of it if a rank is asked to stop, or if its length is the default
+        and takes long."""
+        train, tokenizer, num = self.config.train, self._work.tokenizer, self._num_sampled
         assert tokenizer is not None
-        text = write(
-            tokenizer, self.passes.last_logits, train.sample_prompt, num=self._num_sampled,
-            context=self.model.config.context, temperature=train.sample_temperature, seed=train.seed,
-            device=self.hardware.device,
+        pieces = write(
+            tokenizer, self.passes.last_logits, train.sample_prompt, num=num, context=self.model.config.context,
+            temperature=train.sample_temperature, seed=train.seed, device=self.hardware.device,
         )  # fmt: skip
-        return "".join(text)
+        limit_s = _SAMPLE_S if train.sample_bytes is None else math.inf
+        return written(pieces, num=num, limit_s=limit_s, sum_of_ranks=self._sum, rank=self.comm.rank, say=self._say)
 
     # Checkpoints
 

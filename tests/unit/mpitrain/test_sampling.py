@@ -1,9 +1,10 @@
 """`sample` with a checkpoint of its own run, and with those of strangers, whose meta says anything."""
 
+import math
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import ckpt
 from mpitrain.cli import main
 from mpitrain.config import Config, parse, to_toml
 from mpitrain.models import build
-from mpitrain.train.sampling import sample
+from mpitrain.train import sampling, stop
+from mpitrain.train.sampling import sample, written
 from mpitrain.weights import state
 
 MAX_GROWN_BYTES, MAX_SECONDS = 300 << 20, 10
@@ -43,6 +45,49 @@ def test_it_draws_bytes(path: Path) -> None:
     drawn = "".join(sample(str(path), "ab", num=4, temperature=1.0, seed=3))
     assert drawn.startswith("ab") and len(drawn) > 2
     assert drawn == "".join(sample(str(path), "ab", num=4, temperature=1.0, seed=3))
+
+
+class AtTheEnd:
+    """What `written` does with pieces of one rank."""
+
+    def __init__(self, pieces: Iterable[str], *, num: int = 5, limit_s: float = math.inf) -> None:
+        self.lines: list[str] = []
+        self.text = written(
+            iter(pieces), num=num, limit_s=limit_s, sum_of_ranks=lambda *values: [float(v) for v in values], rank=0,
+            say=self.lines.append,
+        )  # fmt: skip
+
+
+PIECES = ["ab", "c", "", "d", "e", "f", "rest"]
+
+
+def test_the_sample_at_the_end_is_whole_if_nothing_ends_it() -> None:
+    whole = AtTheEnd(PIECES)
+    assert (whole.text, whole.lines) == ("abcdefrest", [])
+
+
+def test_the_sample_at_the_end_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_TOLD_EVERY_S", -1.0)
+    assert AtTheEnd(PIECES[:3]).lines == ["0 of 5 bytes", "1 of 5 bytes", "2 of 5 bytes"]
+
+
+def test_the_sample_at_the_end_ends_at_its_limit() -> None:
+    late = AtTheEnd(PIECES, limit_s=-1.0)
+    assert late.text == "ab"
+    assert late.lines == [
+        "the sample ends after 0 of 5 bytes: -1 s are over; --train.sample-bytes 5 sets no limit of time"
+    ]
+
+
+def test_the_sample_at_the_end_ends_at_a_request_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces() -> Iterator[str]:
+        for number, piece in enumerate(PIECES):
+            if number == 3:
+                monkeypatch.setattr(stop, "_requested", True)
+            yield piece
+
+    stopped = AtTheEnd(pieces())
+    assert (stopped.text, stopped.lines) == ("abcd", ["the sample ends after 3 of 5 bytes: as asked"])
 
 
 def refused(path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
