@@ -29,10 +29,11 @@ def test_a_program_runs(comm: Communicator, shared_tmp: Path, monkeypatch: pytes
         comm.barrier()
     names: dict[str, object] = {}
     exec(compile(program, page, "exec"), names)
-    loss = torch.as_tensor(names["loss"])
-    assert loss.isfinite(), loss
+    if "loss" in program:  # not one that only makes groups
+        loss = torch.as_tensor(names["loss"])
+        assert loss.isfinite(), loss
     names["mesh"].free()  # type: ignore[attr-defined]
 
 
 def test_there_are_programs() -> None:
-    assert len(PROGRAMS) == 8
+    assert len(PROGRAMS) == 10
