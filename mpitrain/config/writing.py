@@ -7,11 +7,12 @@ import inspect
 import json
 import shutil
 import textwrap
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from operator import attrgetter
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from mpitrain.config.settings import Config, flat, kinds
 
@@ -41,19 +42,42 @@ def differences(a: Config, b: Config) -> list[str]:
     return [f"{k}: {_text(v)} -> {_text(after[k])}" for k, v in flat(a).items() if v != after[k]]
 
 
+class Setting(NamedTuple):
+    """A setting in words."""
+
+    flag: str
+    value: str
+    default: str
+    meaning: str
+
+
 def print_help(config: Config) -> None:
     """Print every setting with its type, its default (the value in `config`), and the docstring under its field."""
     print(_HELP)
     width = shutil.get_terminal_size().columns
-    last, docs = "", _docs(Config)
-    for name, kind in kinds().items():
-        section, _, key = name.rpartition(".")
+    for section, about, settings in sections(config):
+        if section:
+            print(f"\n[{section}] {about}\n")
+        for setting in settings:
+            print(f"  {setting.flag}  {setting.value} (default: {setting.default})")
+            print(textwrap.fill(setting.meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+
+
+def sections(config: Config) -> Iterator[tuple[str, str, list[Setting]]]:
+    """Each section with what it is about, and its settings; first those of the run, in the section "". Defaults: those of `config`."""
+    for section, names in groupby(kinds(), key=lambda name: name.rpartition(".")[0]):
         owner = type(getattr(config, section)) if section else Config
-        if section != last:
-            print(f"\n[{section}] {inspect.getdoc(owner)}\n")
-            last, docs = section, _docs(owner)
-        print(f"  --{name.replace('_', '-')}  {wanted(kind)} (default: {_text(attrgetter(name)(config))})")
-        print(textwrap.fill(docs[key], width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        docs = _docs(owner)
+        settings = [
+            Setting(
+                f"--{name.replace('_', '-')}",
+                wanted(kinds()[name]),
+                _text(attrgetter(name)(config)),
+                docs[name.rpartition(".")[2]],
+            )
+            for name in names
+        ]
+        yield section, inspect.getdoc(owner) or "", settings
 
 
 def _docs(owner: type) -> dict[str, str]:

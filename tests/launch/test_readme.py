@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, launch, run
 
+from mpitrain.config.page import page as page_of_settings
+
 README = (ROOT / "README.md").read_text()
 TRAINING = (ROOT / "docs/training.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,6 +44,17 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert not heading or heading in anchors(linked), (
                 f"{page.name} links to {target}#{heading}, which is not there"
             )
+
+
+def test_the_list_of_pages_has_each_once() -> None:
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs/README.md").read_text())
+    assert sorted(linked) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+
+
+def test_the_page_of_settings_is_printed_from_the_code() -> None:
+    assert (ROOT / "docs/settings.md").read_text() == page_of_settings(), (
+        "python -m mpitrain.config.page > docs/settings.md"
+    )
 
 
 def test_it_is_short() -> None:

@@ -1,0 +1,26 @@
+"""`python -m mpitrain.config.page` prints docs/settings.md: all settings, from the code."""
+
+from collectives.bench.kit.tables import markdown_table
+from mpitrain.config.settings import Config
+from mpitrain.config.writing import sections
+
+_PAGE = """# All settings
+
+Each setting is an option of `python -m mpitrain`. An option that is true or false needs no value: `--train.eval-only` is true, and
+`--train.no-eval-only` is false. In a TOML file (`--config FILE`) the option `--train.batch 24` is `batch = 24` below `[train]`.
+`python -m mpitrain.config.page` prints this page from the code, and `python -m mpitrain --help` prints it as text.
+"""
+
+
+def page() -> str:
+    """The page, as Markdown."""
+    parts = [_PAGE]
+    for section, about, settings in sections(Config()):
+        rows = [(f"`{one.flag}`", one.value, f"`{one.default}`", one.meaning.replace("|", "\\|")) for one in settings]
+        table = markdown_table(("option", "value", "default", "meaning"), rows).replace("---:", "---")
+        parts.append(f"## {section}\n\n{about}\n\n{table}" if section else table)
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
