@@ -1,5 +1,6 @@
 """The README promises what these tests keep."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -84,3 +85,20 @@ def test_commands_it_names_run_without_mpirun(command: tuple[str, ...], tmp_path
     result = run([sys.executable, *command], cwd=tmp_path)
     assert result.returncode == 0, str(result)
     assert result.stdout
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "MixedPrecisionPolicy"])
+def test_the_tables_of_arguments_are_the_signatures(name: str) -> None:
+    import mpitrain
+
+    section = (ROOT / "docs/sharding.md").read_text().partition("## The arguments of fully_shard")[2]
+    own, policies = section.partition("## Where full parameters live")[0].split("`MixedPrecisionPolicy` has")
+    is_policy = name == "MixedPrecisionPolicy"
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", policies if is_policy else own, re.MULTILINE)
+    shown = {argument: cells.split(" | ")[0 if is_policy else 1] for argument, cells in rows}
+    parameters = inspect.signature(getattr(mpitrain, name)).parameters
+    assert list(shown) == list(parameters)
+    for argument, parameter in parameters.items():
+        if parameter.default is not inspect.Parameter.empty:
+            default = re.sub("'", '"', repr(parameter.default))
+            assert shown[argument].partition(":")[0].strip("`") == default, argument
