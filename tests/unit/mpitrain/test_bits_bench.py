@@ -55,10 +55,10 @@ def test_a_job_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         ("--stops 2,50", "--stops: expected steps from 1 to 49, got 50"),
         ("--cases copies --ranks 3,5", "--ranks: no case fits 3, 5: copies needs a multiple of 2"),
         ("--launcher nosuch", "--launcher: there is no command 'nosuch'"),
-        ("--json /nonexist/figures", "--json: there is no folder /nonexist"),
+        ("--json {tmp}/none/figures", "--json: there is no folder {tmp}/none"),
         ("--cases copy", "argument --cases: invalid choice: 'copy'; expected of ranks, stage-0, "),
     ],
 )
-def test_wrong_arguments(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "bits", *words.split()]) == 1
-    assert capsys.readouterr().err.startswith(f"mpitrain: error: bench bits: {message}")
+def test_wrong_arguments(words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "bits", *(word.format(tmp=tmp_path) for word in words.split())]) == 1
+    assert capsys.readouterr().err.startswith(f"mpitrain: error: bench bits: {message.format(tmp=tmp_path)}")
