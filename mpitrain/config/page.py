@@ -1,6 +1,5 @@
 """`python -m mpitrain.config.page` prints docs/settings.md: all settings, from the code."""
 
-from collectives.bench.kit.tables import markdown_table
 from mpitrain.config.settings import Config
 from mpitrain.config.writing import sections
 
@@ -16,9 +15,12 @@ def page() -> str:
     """The page, as Markdown."""
     parts = [_PAGE]
     for section, about, settings in sections(Config()):
-        rows = [(f"`{one.flag}`", one.value, f"`{one.default}`", one.meaning.replace("|", "\\|")) for one in settings]
-        table = markdown_table(("option", "value", "default", "meaning"), rows).replace("---:", "---")
-        parts.append(f"## {section}\n\n{about}\n\n{table}" if section else table)
+        lines = [f"## {section}", "", about, ""] if section else []
+        lines += ["| option | value | default | meaning |", "| --- | --- | --- | --- |"]
+        for one in settings:
+            meaning = one.meaning.replace("|", "\\|")
+            lines.append(f"| `{one.flag}` | {one.value} | `{one.default}` | {meaning} |")
+        parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
