@@ -339,7 +339,8 @@ def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None
         (checkout / "tests" / folder / f"test_{Path(folder).name}.py").write_text(
             f"def test_a():\n    assert {value}\n"
         )
-    (checkout / "tests/fuzz").mkdir()
+    for folder in ("fuzz", "unit/data"):
+        (checkout / "tests" / folder).mkdir()
     result = run([checkout / "mpirun/test", "unit", "mpi", "launch"], cwd=checkout, env={"MPITRAIN_TEST_NP": "1"})
     assert result.returncode == 1, str(result)
     assert (result.stdout.count("1 failed in"), result.stdout.count("1 passed in")) == (2, 3), str(result)

@@ -19,7 +19,8 @@ def needs_namespaces() -> None:
 
 def test_a_smaller_format_sends_fewer_bytes_and_keeps_the_loss(tmp_path: Path) -> None:
     file = tmp_path / "wire.json"
-    words = ["--shape", "256x4x1", "--steps", "2", "--json", str(file)]
+    # The bytes are those of the median step: TCP may send some packets again, or smaller ones.
+    words = ["--shape", "256x4x1", "--steps", "5", "--json", str(file)]
     result = cluster("-H", "2x2", "--", "python", "-m", "mpitrain", "bench", "wire", *words, timeout_s=100)
     assert result.returncode == 0, str(result)
     assert json.loads(file.read_text())["nodes"] == 2
@@ -29,4 +30,4 @@ def test_a_smaller_format_sends_fewer_bytes_and_keeps_the_loss(tmp_path: Path) -
         exact = next(other for other in rows if (other.stage, other.wire) == (row.stage, "fp32"))
         least, most = RATIOS[row.wire]
         assert least <= row.sent_bytes / exact.sent_bytes <= most, rows
-        assert row.loss == pytest.approx(exact.loss, abs=0.02), rows  # after four steps at a learning rate of 1e-3
+        assert row.loss == pytest.approx(exact.loss, abs=0.02), rows  # after seven steps at a learning rate of 1e-3
