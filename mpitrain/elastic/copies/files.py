@@ -32,7 +32,7 @@ import numpy as np
 from ckpt.format.boxes import Box
 from ckpt.tensors import Local
 from collectives.files import OddFileError, open_regular
-from mpitrain.elastic.copies.folders import opened, own_folder, own_folders, tidy
+from mpitrain.elastic.copies.folders import files_in_own_folders, opened, own_folder, tidy
 
 _COMPLETE, _WRITING = b"complete", b"writing."
 _DATA_AT = 4096
@@ -92,7 +92,7 @@ def prefix(run: str) -> str:
 
 def files_of(run: str) -> list[Path]:
     """The files of a run on this node: its copies, of all jobs, and the file that its processes lock."""
-    return sorted(path for each in own_folders() for path in each.glob(f"{prefix(run)}*"))
+    return files_in_own_folders(f"{prefix(run)}*")
 
 
 def _job() -> str:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from collectives.transports.node.memory import folder
-from mpitrain.elastic.copies.folders import own_folders, tidy
+from mpitrain.elastic.copies.folders import files_in_own_folders, tidy
 from mpitrain.elastic.copies.holding import HELD, alone, files_of_holders, unheld
 
 KEPT_S = 3600.0
@@ -61,9 +61,8 @@ def _old_copies(older_than_s: float) -> dict[tuple[Path, ...], list[Path]]:
 
 def _files(user: int) -> Iterator[tuple[Path, tuple[Path, ...]]]:
     """The files of this user's runs on this node, each with those that the processes of its run lock."""
-    for each in own_folders():
-        for path in sorted(each.glob("copy-*-*")):
-            yield path, files_of_holders(path.name.split("-")[1])
+    for path in files_in_own_folders("copy-*-*"):
+        yield path, files_of_holders(path.name.split("-")[1])
     # Of an earlier version, which had them all in the folder for all users.
     for path in sorted(folder().glob(f"mpitrain-copy-{user}-*")):
         run = path.name.split("-")[3]

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import ROOT
 
+from mpitrain.elastic.copies import folders
 from mpitrain.elastic.copies.files import CopyFile, files_of, path_of
 from mpitrain.elastic.copies.folders import own_folder
 from mpitrain.elastic.copies.holding import hold, release
@@ -108,3 +110,17 @@ def test_other_hosts_are_not_asked_to_remove_anything_while_slurm_ends_the_job(
     assert result.returncode == 0, result.stderr
     assert asked.read_text().count(".") == num_asked, result.stderr
     assert ("may stay on far: not reached" in result.stderr) == (state == "COMPLETING"), result.stderr
+
+
+def test_a_folder_that_another_rank_removes_meanwhile_has_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        """Removed after the look whether it is there, and before that into it."""
+
+        def glob(self, pattern: str) -> Iterator[Path]:
+            raise FileNotFoundError
+
+    (tmp_path / "copy-abc-1").touch()
+    monkeypatch.setattr(folders, "own_folders", lambda: [Gone(), tmp_path])
+    assert files_of("abc") == [tmp_path / "copy-abc-1"]
