@@ -1,6 +1,7 @@
 """`ls DIR`: lists the checkpoints in a folder."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -57,7 +58,8 @@ def _below(folder: Place) -> str:
     """Where there are some, if `folder` holds runs."""
     if not isinstance(folder, Path):
         return ""
-    run = min((run for run in folder.iterdir() if (run / RUN_SUBFOLDER).is_dir()), default=None)
+    # os.path: a folder of others that cannot be looked into is none. Path.is_dir raises PermissionError.
+    run = min((run for run in folder.iterdir() if os.path.isdir(run / RUN_SUBFOLDER)), default=None)
     return "" if run is None else f": name one of the runs in it, such as {printable(str(run))}"
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import ml_dtypes
@@ -89,6 +90,7 @@ def test_reading_needs_neither_mpi_nor_torch(folder):
     """In a process of its own: saving, loading and the command line alone must import neither."""
     script = f"""
 import sys
+import tempfile
 import numpy as np
 import ckpt
 from ckpt.cli import main
@@ -126,3 +128,22 @@ def test_a_folder_of_runs_says_how_to_name_one(tmp_path, capsys, words):
     said = capsys.readouterr()
     assert said.err == f"no checkpoints in {tmp_path}: name one of the runs in it, such as {tmp_path}/a\n"
     assert not words or said.out == "[]\n"
+
+
+def test_a_folder_of_runs_beside_one_that_others_have_closed(capsys):
+    """As `ls /tmp` may be. Root would look into it, so the look is another user's."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "a" / "checkpoints").mkdir(parents=True)
+        (folder / "closed").mkdir(mode=0o000)
+        folder.chmod(0o755)
+        is_root = os.geteuid() == 0
+        try:
+            if is_root:
+                os.seteuid(65534)
+            assert main(["ls", place]) == 0
+        finally:
+            if is_root:
+                os.seteuid(0)
+            (folder / "closed").chmod(0o700)
+        assert capsys.readouterr().err == f"no checkpoints in {place}: name one of the runs in it, such as {place}/a\n"
