@@ -1,4 +1,4 @@
-"""The comparison with published runs: tables for a terminal and for docs/plan.md, and the plot."""
+"""The comparison with published runs: tables for a terminal and for docs/measured.md, and the plot."""
 
 from statistics import mean
 
