@@ -103,6 +103,11 @@ class DataConfig:
         for sources in (self.sources, self.heldout_sources):
             if len({source.name for source in sources}) < len(sources):
                 raise ConfigError(f"data.sources: expected different names, got {[source.name for source in sources]}")
+            tokens = [path for source in sources for path in source.path if path.endswith(_OF_TOKENS)]
+            if tokens:
+                raise ConfigError(
+                    f"data.sources: expected documents, got files of tokens ({tokens[0]}); name them in data.path"
+                )
 
     @property
     def document_sources(self) -> tuple[SourceConfig, ...]:

@@ -426,6 +426,7 @@ def test_sources_of_documents(tmp_path: Path) -> None:
         ),
         ('"books"', '"web"', r"data.sources: expected different names, got \['web', 'web'\]"),
         ('"books"', '"a/b"', "data.sources: expected a name without / and paths that are not empty"),
+        ('"books.parquet"', '"books.bin"', r"data.sources: expected documents, got files of tokens \(books.bin\)"),
         ("weight = 3", "weight = -1", "data.sources: expected weights of at least 0"),
         ("[10, 2.5]", "[0, 2.5]", "data.sources: expected weights with growing steps"),
         ("weight = 3", "wait = 3", "data.sources in .*a.toml: unknown setting wait: did you mean weight?"),
