@@ -26,6 +26,7 @@ from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
 from mpitrain.sharding.setup.agreement import REMEDY, described
 from mpitrain.sharding.setup.blocks import stacked_blocks
+from mpitrain.sharding.setup.fast_paths import leave_fast_path
 from mpitrain.sharding.setup.foreign import refuse_methods
 from mpitrain.sharding.setup.options import (
     Options,
@@ -202,6 +203,7 @@ def fully_shard(
         mark_renamed(param.shard, param.name)
     refuse_methods(module, is_cut=ranks.shard.size > 1)
     register_generate(module)
+    leave_fast_path(module)
     return module
 
 

@@ -7,7 +7,8 @@
 - gradient buffer: the full gradients end to end, from which a reduction makes the gradients of the shards (gradients.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -91,6 +92,7 @@ class FlatParameters:
         self.gradients = [self._gradients_of(range(len(params)))] if is_trained else []
         """The gradients that are reduced: first those of the parameters trained from the start, then one entry for each thaw."""
         self.is_outdated = False
+        self.is_filling = False  # so that the shards are read for the full parameters
         self.empty()
 
     def _gradients_of(self, indices: Sequence[int]) -> Gradients:
@@ -127,7 +129,8 @@ class FlatParameters:
     def show_copies(self) -> dict[ShardedParameter, nn.Parameter]:
         """Let the modules see new copies of the full parameters, with the values and the dtype of the masters. Collective."""
         buffer = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
-        self.ranks.shard.all_gather(buffer, self._shard.to(self.device), counts=self.layout.counts)
+        with self._filling():
+            self.ranks.shard.all_gather(buffer, self._shard.to(self.device), counts=self.layout.counts)
         copies = {}
         for param, extent in zip(self.params, self.layout.extents, strict=True):
             values = with_own_counter(buffer[extent.start : extent.stop]).view(param.full.shape)
@@ -142,15 +145,25 @@ class FlatParameters:
 
     def begin_fill(self) -> None:
         """Begin to fill the full parameters from the shards, unless they are already full; `fill` waits for the end. Collective."""
-        self.storage.begin_fill(self._shard)
+        with self._filling():
+            self.storage.begin_fill(self._shard)
 
     def fill(self) -> bool:
         """Fill the full parameters, unless they are already full. Returns whether it filled them; if so, the call is collective."""
-        filled = self.storage.fill(self._shard)
+        with self._filling():
+            filled = self.storage.fill(self._shard)
         if self.is_outdated:
             self.is_outdated = False
             restore(self._fulls)
         return filled
+
+    @contextmanager
+    def _filling(self) -> Iterator[None]:
+        self.is_filling = True
+        try:
+            yield
+        finally:
+            self.is_filling = False
 
     def empty(self, *, for_backward: bool = False) -> None:
         """Free the full parameters, unless they stay in memory (`Storage.lasts`). `for_backward`: see `Gathered.empty`."""

@@ -59,6 +59,48 @@ def test_what_is_used_outside_the_forward_around_which_it_is_gathered(comm: Comm
             torch.testing.assert_close(model(x), plain(x))
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_attention_of_torch_does_not_call_its_projection(comm: Communicator, is_training: bool) -> None:
+    """It reads the parameters of `out_proj`, with gradients and without. With fp32 parameters there is no other error."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8)
+    for storage in STORAGES:
+        model, plain = Attends().train(is_training), Attends()
+        model.load_state_dict(plain.state_dict())
+        fully_shard(model.attention.out_proj, comm, storage=storage)
+        fully_shard(model, comm, storage=storage)
+        with torch.set_grad_enabled(is_training):
+            if storage == "private" and comm.size > 1:
+                for _ in range(2):
+                    with pytest.raises(RuntimeError, match=r"out_proj\.\w+ was used outside the forward of attention"):
+                        model(x)
+                    comm.barrier()
+            else:
+                torch.testing.assert_close(model(x), plain(x), rtol=1e-5, atol=1e-6)
+
+
+def test_without_gradients_too(comm: Communicator) -> None:
+    """A use that fits by chance has no graph to look at."""
+    model = Parent(with_one_that_fits)
+    fully_shard(model.block, comm, storage="private")
+    fully_shard(model, comm, storage="private")
+    with torch.no_grad():
+        if comm.size > 1:
+            with pytest.raises(RuntimeError, match=r"block\.1\.weight was used outside the forward of block"):
+                model(torch.ones(2, 4))
+        else:
+            model(torch.ones(2, 4))
+
+
 def test_other_errors_stay_as_they_are(comm: Communicator) -> None:
     model = Parent(by_no_parameter)
     fully_shard(model.block, comm, storage="private")

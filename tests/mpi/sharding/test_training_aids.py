@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import assert_same, floats, loss_of, pair_with_a_part_on_every_rank
+from sharded_models import STORAGES, assert_same, floats, loss_of, pair_with_a_part_on_every_rank
 from torch import nn
 from ways import WAYS
 
@@ -193,6 +193,34 @@ def test_a_scaler_for_several_optimizers(comm: Communicator, way: str) -> None:
     assert scaler.value == 512 and scaler.unscale_(ours[1])
     for param, want in zip(second, wanted, strict=True):
         torch.testing.assert_close(param.grad, want)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_norms_of_encoder_layers_compute_in_fp32_in_evaluation(
+    comm: Communicator, dtype: torch.dtype, storage: str
+) -> None:
+    """There torch's fast path of the layer reads the parameters of the norms without a call of them."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8)).eval()
+    plain, x = copy.deepcopy(model), torch.randn(2, 3, 8)
+    padding = torch.tensor([[False, False, False], [False, False, True]])  # torch makes a nested tensor of such a batch
+    policy = MixedPrecisionPolicy(dtype, torch.float32, torch.float32, keep_fp32=("LayerNorm",))
+    fully_shard(model, comm, mp_policy=policy, storage=storage)
+    seen: list[torch.dtype] = []
+    for norm in (part for part in model.modules() if isinstance(part, nn.LayerNorm)):
+        norm.forward = lambda x, whole=norm: seen.append(x.dtype) or nn.LayerNorm.forward(whole, x)  # type: ignore[assignment]
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 0.05}[dtype]
+    with torch.no_grad():
+        for _ in range(2):
+            for mask in (None, padding):
+                result, expected = (m(x, src_key_padding_mask=mask) for m in (model, plain))
+                torch.testing.assert_close(result, expected, rtol=0, atol=tolerance)
+    assert seen == [torch.float32] * 4 * 5  # two norms of each layer, and the last one
+    whole = fully_shard(copy.deepcopy(plain), comm, storage=storage)
+    assert all(layer.activation_relu_or_gelu for layer in whole.layers)  # the fast path stays
 
 
 @pytest.mark.parametrize("way", WAYS)

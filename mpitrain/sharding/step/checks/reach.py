@@ -5,8 +5,9 @@ shapes fit by chance (rows of an embedding), the result is wrong. Four checks fi
 - A guard (unit/guards.py) sees the call of a module that shows shards.
 - `refuse_gradient` sees a backward that reaches a shard.
 - In private storage `check_graph` and `check_error` look at the root's forward, and name the module that is to be called.
-- In private storage `Watch` (watch.py) sees reads of freed memory, through a view that somebody has kept.
-Code without gradients that computes with a shard itself, without a call of its module, is not seen.
+- In private storage `Watch` (watch.py) sees reads of freed memory, through a view that somebody has kept, and of shards. It watches
+  the first forwards of the root.
+Code without gradients outside of a forward that computes with a shard itself, without a call of its module, is not seen.
 """
 
 import weakref
@@ -37,7 +38,7 @@ def check_graph(output: Any, units: Sequence[Unit], root: nn.Module) -> None:
         seen.add(node)
         param = shards.get(id(getattr(node, "variable", None)))
         if param is not None:
-            raise RuntimeError(_message(param, root))
+            raise RuntimeError(used_outside(param, root))
         nodes += [before for before, _ in node.next_functions]
 
 
@@ -48,7 +49,7 @@ def check_error(error: Exception, units: Sequence[Unit], root: nn.Module) -> Non
     for module in (frame.f_locals.get("self") for frame in reversed(forwards)):
         for shown in module._parameters.values() if isinstance(module, nn.Module) else ():
             if id(shown) in shards:
-                raise RuntimeError(_message(shards[id(shown)], root)) from error
+                raise RuntimeError(used_outside(shards[id(shown)], root)) from error
 
 
 def outside(module: nn.Module, *, is_in_forward: bool = False) -> RuntimeError:
@@ -59,7 +60,7 @@ def outside(module: nn.Module, *, is_in_forward: bool = False) -> RuntimeError:
     param = next(param for param in shards if param is not None)
     root = root_of(module)
     if is_in_forward:
-        return RuntimeError(_message(param, root))
+        return RuntimeError(used_outside(param, root))
     path = next((name for name, part in root.named_modules() if part is module), "") or "the model"
     return RuntimeError(
         f"{path} (a {kind_of(module).__name__}) was called while neither the forward of the {kind_of(root).__name__} around it nor a "
@@ -115,7 +116,8 @@ def owner_of(param: ShardedParameter, root: nn.Module) -> tuple[str, nn.Module]:
     )
 
 
-def _message(param: ShardedParameter, root: nn.Module) -> str:
+def used_outside(param: ShardedParameter, root: nn.Module) -> str:
+    """The message for the use of a parameter whose unit's module is not running, in a forward of `root`."""
     name, module = owner_of(param, root)
     return (
         f"parameter {param.name} was used outside the forward of {name} (a {kind_of(module).__name__}), around "

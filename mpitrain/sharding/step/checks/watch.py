@@ -1,7 +1,8 @@
-"""A watch over the operations of a forward: they neither read freed memory nor write full parameters.
+"""A watch over the operations of a forward: they neither read freed memory and shards nor write full parameters.
 
-Nothing else sees a view that has left its module in an attribute, a list or a closure, and a write through `param.data`. An operation
-takes a few us more, so only the first forwards are watched: see `TrainingStep`.
+Nothing else sees a view that has left its module in an attribute, a list or a closure, a parameter of a part that is read without a
+call of the part, as by nn.MultiheadAttention, and a write through `param.data`. An operation takes a few us more, so only the first
+forwards are watched: see `TrainingStep`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
 from mpitrain.sharding.step.checks.full_writes import REMEDY
-from mpitrain.sharding.step.checks.reach import owner_of
+from mpitrain.sharding.step.checks.reach import owner_of, used_outside
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import kind_of
@@ -22,7 +23,8 @@ from mpitrain.torch_internals import storage_of
 
 
 class Watch(TorchDispatchMode):
-    """In the block: RuntimeError before an operation that reads freed memory of these units, or writes their full parameters."""
+    """In the block: RuntimeError before an operation that reads freed memory or cut shards of these units, or writes their full
+    parameters."""
 
     supports_higher_order_operators = True  # such as flex_attention, which torch would refuse under this mode
 
@@ -30,6 +32,12 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._root = root
         self._found = {storage_of(flat.storage.full_buffer): (unit, flat) for unit in units for flat in unit.flats}
+        self._shards = {
+            storage_of(flat.params[0].shard): flat
+            for unit in units
+            if not unit.lasts and unit.ranks.shard.size > 1
+            for flat in unit.flats
+        }
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,6 +58,9 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _check_read(self, tensor: Any) -> None:
+        cut = self._shards.get(storage_of(tensor)) if isinstance(tensor, torch.Tensor) else None
+        if cut is not None and not cut.is_filling:
+            raise RuntimeError(used_outside(_shown_as(cut, tensor), self._root))
         _, flat = self._of(tensor)
         if flat is None or not tensor.numel() or tensor.untyped_storage().size():
             return
@@ -91,3 +102,10 @@ def _param_of(flat: FlatParameters, view: torch.Tensor) -> ShardedParameter:
     start = view.storage_offset() * view.itemsize // flat.storage.full_buffer.itemsize
     within = (p for p, its in zip(flat.params, flat.layout.extents, strict=True) if its.start <= start < its.stop)
     return next(within, flat.params[0])
+
+
+def _shown_as(flat: FlatParameters, rows: torch.Tensor) -> ShardedParameter:
+    """The parameter whose shard `rows` are, or are a view of. Shards without rows begin at one place."""
+    views = (param for param in flat.params if rows is param.shard or rows._base is param.shard)
+    begins = (param for param in flat.params if param.shard.storage_offset() == rows.storage_offset())
+    return next(views, None) or next(begins, flat.params[0])
