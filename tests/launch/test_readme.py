@@ -87,6 +87,23 @@ def test_commands_it_names_run_without_mpirun(command: tuple[str, ...], tmp_path
     assert result.stdout
 
 
+def test_the_table_of_methods_has_those_of_fsdp2() -> None:
+    """Those of the installed torch, if it is the version that the page names; "the same" are methods here."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.fsdp import FSDPModule
+
+    from mpitrain.sharding.module import ShardedModule
+
+    before, _, section = (ROOT / "docs/coming.md").read_text().partition("| method | here |\n| --- | --- |\n")
+    rows = [row.split(" | ") for row in section.partition("\n\n")[0].splitlines()]
+    listed = {name: here for names, here in rows for name in re.findall(r"`(\w+)`", names)}
+    same = [name for name, here in listed.items() if here.startswith("the same")]
+    assert len(same) == 3 and all(callable(getattr(ShardedModule, name)) for name in same)
+    assert not any(hasattr(ShardedModule, name) for name in listed.keys() - set(same))
+    if before.rpartition("(torch ")[2].startswith(".".join(torch.__version__.split(".")[:2]) + ")"):
+        assert set(listed) == {name for name in vars(FSDPModule) if not name.startswith("_")}
+
+
 @pytest.mark.parametrize("name", ["fully_shard", "MixedPrecisionPolicy"])
 def test_the_tables_of_arguments_are_the_signatures(name: str) -> None:
     import mpitrain
