@@ -1,0 +1,351 @@
+"""What test_pages.py knows of single blocks: what is shortened, what is made before, and what does not run here, with the reason.
+
+A key is the page and how a block or a command of it begins.
+"""
+
+import re
+from typing import TypeVar
+
+T = TypeVar("T")
+
+TIMEOUT_S = 100.0  # of a command
+
+SHORT = ("README.md", "docs/launching.md", "docs/batches.md", "docs/checkpoints.md", "docs/collectives.md")
+"""The pages whose blocks run in CI."""
+
+HOSTS = "needs hosts with an ssh server: tests/launch trains on those of ./mpirun/cluster"
+INSTALLS = "installs packages from a network: tests/launch/test_wheel.py installs a wheel"
+PICTURE = "a picture"
+SCRIPT = "needs a batch system: tests/launch/mpitrain runs the scripts of examples/ under Slurm"
+TESTS = "the tests themselves"
+BENCH = "a benchmark of minutes to hours, which tests/mpi and tests/launch run in a short form"
+FAULT = "shows the report of a fault, which tests/launch makes and compares"
+
+LEFT_OUT = {
+    "README.md: mpirun -np N": "says the number of ranks as N",
+    "README.md: ./mpirun/test": TESTS,
+    "README.md: pip install": INSTALLS,
+    "README.md: #!/bin/bash": SCRIPT,
+    "docs/coming.md: pip install": INSTALLS,
+    "docs/launching.md: cd /shared": HOSTS,
+    "docs/launching.md: .venv/bin/mpirun -H node1": HOSTS,
+    "docs/launching.md: #!/bin/bash": SCRIPT,
+    "docs/launching.md: torch.cuda": "needs a GPU",
+    "docs/sharding.md:  a unit, flat": PICTURE,
+    "docs/sharding.md:                  forward of its module": PICTURE,
+    "docs/parallel.md:                       data rank 0": PICTURE,
+    "docs/parallel.md: rank = (((": "a formula: tests/unit/mpitrain compares the order of the ranks",
+    "docs/parallel.md:                            tp rank": PICTURE,
+    "docs/parallel.md:                 ┌": PICTURE,
+    "docs/parallel.md: afmoe": "a list: tests/unit compares it with the installed transformers",
+    "docs/parallel-internals.md: ": PICTURE,
+    "docs/pipelines.md: [rank 1] torch.OutOfMemoryError": FAULT,
+    "docs/pipelines.md: afmoe": "a list: tests/unit compares it with the installed transformers",
+    "docs/optimizers.md:    momentum, on": PICTURE,
+    "docs/reproducibility.md: python -m mpitrain diff /runs/two": "compares checkpoints of a program of the reader's own",
+    "docs/gpu.md: ": "needs a GPU",
+    "docs/data.md: pip install": INSTALLS,
+    "docs/data.md: sha256sum": "needs a bucket of S3: tests/unit/data reads shards from a server of S3",
+    "docs/data.md: mpirun -np 4 python -m mpitrain --run runs/c4": "needs a bucket of S3",
+    "docs/network.md: mpirun -H node1": HOSTS,
+    "docs/network-compression.md: mpirun -H node1": HOSTS,
+    "docs/network-compression.md:  node 1": PICTURE,
+    "docs/network-local-steps.md: mpirun -H node1": HOSTS,
+    "docs/network-local-steps.md:  copy 0": PICTURE,
+    "docs/network.md: ./mpirun/cluster run -H 4x1 -- python -m mpitrain bench losses": BENCH,
+    "docs/network.md: ./mpirun/cluster run -H 2x1 --rate 1gbit -- python -m mpitrain bench wire": BENCH,
+    "docs/network.md: mpirun -np 2 python -m mpitrain bench wire": BENCH,
+    "docs/network-compression.md: ./mpirun/cluster run -H 2x1 --rate 1gbit -- python -m mpitrain bench compression": BENCH,
+    "docs/monitoring-trace.md: ./mpirun/cluster run -H 2x1 -- python -m mpitrain bench clocks": BENCH,
+    "docs/collectives.md:                             before": PICTURE,
+    "docs/collectives.md:                     dp_replicate 0": PICTURE,
+    "docs/collectives.md: [rank 0] notice": FAULT,
+    "docs/collectives-internals.md:   comm.all_reduce": PICTURE,
+    "docs/checkpoints.md: step-00000007/": PICTURE,
+    "docs/checkpoints.md: >>> ckpt.look": "shows a forged checkpoint, which tests/unit/ckpt makes",
+    "docs/faults.md: ./mpirun/elastic -H node1": HOSTS,
+    "docs/faults.md: step 25/60": FAULT,
+    "docs/detection.md: ": FAULT,
+    "docs/relaunch.md: ": HOSTS,
+    "docs/doctor.md: MPI\n": "shows the report of a wrong installation, which tests/launch makes",
+    "docs/monitoring.md: metrics.jsonl": "lines of three files, cut short",
+    "docs/silent-faults.md: step": FAULT,
+    "docs/silent-faults.md: mpitrain: error": FAULT,
+    "docs/doctor.md: mpirun -np 4 -H host1": HOSTS,
+    "docs/monitoring-sinks.md: tensorboard --logdir": "serves pages until it is stopped",
+    "docs/monitoring-sinks.md: python -m mpitrain ...": "leaves out the settings, and needs a mail server",
+    "docs/admin.md: #!/bin/sh": "an epilog of Slurm, which tests/unit/test_epilog.py runs",
+    "docs/admin.md: pip": INSTALLS,
+    "docs/admin.md: python3 -m venv": INSTALLS,
+    "docs/admin.md: env/bin/pip": INSTALLS,
+    "docs/start.md: ./mpirun/pack": "packs all packages of the tests, gigabytes: tests/launch packs a small environment",
+    "docs/start.md: .venv/bin/python -m mpitrain bench calls --np 4 --below": "needs the pack",
+    "docs/start.md: srun": SCRIPT,
+    "docs/start.md: each_node": SCRIPT,
+    "docs/start.md: trap": SCRIPT,
+    "docs/start.md: $each_node": SCRIPT,
+    "docs/start.md: mpirun -np 8": "eight ranks are many for a laptop: tests/launch starts two from a pack",
+    "docs/architecture.md:    mpirun/setup": PICTURE,
+    "CONTRIBUTING.md: ": TESTS,
+}
+
+TRAINS = re.compile(
+    r"^(mpirun(?: --with-ft ulfm| -np \d+)* python -m mpitrain(?= --)|./mpirun/train(?: -np \d+)?)(?!.*(?:--train.steps|eval-only))(.*?)(\s*#.*)?$",
+    re.DOTALL,
+)
+
+SHORTER = [
+    ("", TRAINS, r"\1\2 --train.steps 20\3"),
+    ("", re.compile(r"(--train.steps) \d{3,}"), r"\1 20"),
+    ("", re.compile(r"(--train.steps \d+)"), r"\1 --train.sample-bytes 20 --train.eval-batches 2"),
+    ("", re.compile(r"(--checkpoint.every|--train.eval-every) 100"), r"\1 10"),
+    ("", re.compile(r"(--model.vocab \d{5}.*--train.steps) 20"), r"\1 2"),
+    ("docs/training.md", re.compile(r"(--model.size small)"), r"\1 --model.layers 1"),
+    ("docs/training.md", re.compile(r"(mpitrain sample)"), r"\1 --bytes 20"),
+    ("docs/tokenizers.md", re.compile(r"-np 16"), "-np 4"),
+    ("docs/data.md", re.compile(r"(--model.size small)"), r"\1 --model.layers 1"),
+    ("docs/batches.md", re.compile(r"\{000..127\}"), "{000..003}"),
+    ("docs/batches.md", re.compile(r"batch=256"), "batch=8"),
+    ("docs/batches.md", re.compile(r"in data:"), "in itertools.islice(data, 4):"),
+    ("docs/batches.md", re.compile(r"% 1000"), "% 2"),
+    ("docs/network-local-steps.md", re.compile(r"range\(1000\)"), "range(20)"),
+    ("docs/optimizers.md", re.compile(r"(--train.batch 96.*--train.steps) 20"), r"\1 2"),
+    ("docs/faults.md", re.compile(r"state.step < 200"), "state.step < 20"),
+    (
+        "docs/monitoring-trace.md",
+        re.compile(r"^python -m mpitrain trace runs/traced --steps 3.*"),
+        "mpirun -np 2 python -m mpitrain --run runs/traced-live --train.steps 3000 & job=$!; while [ ! -s runs/traced-live/metrics.jsonl ]; "
+        "do sleep 0.2; done; python -m mpitrain trace runs/traced-live --steps 3 && python -m mpitrain stop runs/traced-live; wait $job",
+    ),
+    ("docs/monitoring-trace.md", re.compile(r"100:103"), "10:13"),
+    ("docs/monitoring-trace.md", re.compile(r"docs/gallery/"), ""),
+    ("docs/monitoring-sinks.md", re.compile(r" wandb"), ""),
+    ("", re.compile(r"float16 --train.steps 20"), "float16 --train.steps 3"),
+    ("README.md", re.compile(r"^./mpirun/train(?= --train)"), "./mpirun/train --checkpoint.every 10"),
+    ("", re.compile(r"step-00001000"), "step-00000020"),
+    ("", re.compile(r"(collectives bench .*?)(\s*#.*)?$"), r"\1 --sizes 64KiB\2"),
+    ("", re.compile(r"(?<=collectives check)(?= *#)"), " --ranks 1..9"),
+]
+"""(how the page begins, a pattern, its replacement): applied in turn to the commands and the programs of the page."""
+
+MADE = {
+    "texts": "mkdir -p ~/code && cp mpirun/* ~/code/ && cp pyproject.toml ~/notes.txt",
+    "documents": "mkdir -p shards && head -qn 20 examples/*.py docs/*.md | python -c "
+    """'import json, sys; [print(json.dumps({"text": line * 9})) for line in sys.stdin]' > shards/web-0.jsonl && cp shards/web-0.jsonl .""",
+    "tokens": "python -m mpitrain tokenizer train --data.path 'shards/*.jsonl' --vocab-size 500 --out tokens.json && "
+    "mpirun -np 2 python -m mpitrain tokenize --data.path 'shards/*.jsonl' --data.tokenizer tokens.json --out tokens",
+    "runs/a": "./mpirun/train --run runs/a --train.steps 20 --train.sample-bytes 0",
+    "runs/default": "./mpirun/train --train.steps 20 --checkpoint.every 10 --train.sample-bytes 0",
+}
+"""What pages take from elsewhere, and the command that makes it."""
+
+NEEDS = {
+    "README.md": ["texts"],
+    "docs/training.md": ["texts"],
+    "docs/data.md": ["documents", "tokens"],
+    "docs/tokenizers.md": ["documents"],
+    "docs/checkpoints.md": ["runs/default"],
+    "docs/monitoring-watch.md": ["runs/default"],
+    "docs/monitoring-report.md": ["runs/a", "runs/default"],
+    "docs/monitoring-profile.md": ["runs/a"],
+    "docs/faults.md": ["runs/default"],
+}
+
+FILES = {'docs/coming.md: """Trains a model': "finetune.py"}
+"""Blocks that are a file, which the commands of the page run."""
+
+MODEL = """
+import itertools
+
+import numpy as np
+import torch
+
+import ckpt
+import collectives
+import mpitrain
+from mpitrain.models import GPT, GPTConfig
+
+comm = collectives.world()
+torch.manual_seed(comm.rank)
+model = GPT(GPTConfig(vocab=256, context=16, width=32, layers=2, heads=2))
+tokens = torch.randint(256, (2, 16))
+targets = tokens.roll(-1, 1)
+"""
+SHARDED = (
+    MODEL
+    + """
+mpitrain.fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+loss = model(tokens, targets)
+"""
+)
+
+BEFORE = {
+    "docs/training.md: count =": SHARDED,
+    "docs/training.md: scaler =": SHARDED,
+    "docs/training.md: mpitrain.checkpoint_activations": MODEL
+    + "model.encoder, model.decoder = model.blocks[:1], model.blocks[1:]",
+    "docs/sharding.md: mpitrain.fully_shard(model)  # each": MODEL,
+    "docs/sharding.md: mpitrain.fully_shard(model)\nmpitrain.register": MODEL
+    + """
+class Model(torch.nn.Sequential):
+    def encode(self, x):
+        return self[0](x)
+
+    def training_step(self, x):
+        return self(x)
+
+
+model, x = Model(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), torch.randn(2, 4)
+""",
+    "docs/sharding.md: with mpitrain.unshard": MODEL
+    + """
+model = torch.nn.Sequential()
+model.head = torch.nn.Linear(4, 4)
+mpitrain.fully_shard(model)
+""",
+    "docs/sharding.md: >>> print(mpitrain.summary": MODEL
+    + """
+model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(256, 4, batch_first=True) for _ in range(4)))
+mpitrain.fully_shard(model)
+""",
+    "docs/sharding.md: for block in": SHARDED,
+    "docs/sharding.md: mpitrain.convert_sync": MODEL
+    + "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))",
+    "docs/sharding.md: with torch.device": MODEL
+    + """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=256)
+folder = "llama-weights"
+if comm.rank == 0:
+    LlamaForCausalLM(config).save_pretrained(folder)
+comm.barrier()
+""",
+    "docs/sharding.md: MyOptimizer": MODEL
+    + """
+class MyOptimizer(torch.optim.SGD):
+    pass
+""",
+    "docs/parallel.md: import torch\nimport transformers\n\nimport collectives\nimport mpitrain\n\nfolder": MODEL
+    + """
+import transformers
+
+if comm.rank == 0:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes)).save_pretrained("Llama")
+comm.barrier()
+""",
+    "docs/optimizers.md: import mpitrain\n": SHARDED,
+    "docs/optimizers.md: import mpitrain.models": MODEL,
+    "docs/batches.md: import io": """
+import io
+import itertools
+import os
+import tarfile
+
+import numpy as np
+
+import collectives
+
+if __name__ == "__main__":  # workers import the program
+    comm = collectives.world()
+    if comm.rank == 0:
+        os.makedirs("images", exist_ok=True)
+        for number in range(64):
+            with tarfile.open(f"images/train-{number // 16:03}.tar", "a") as tar:
+                image = io.BytesIO()
+                np.save(image, np.ones((4, 4), np.uint8))
+                for suffix, value in (("npy", image.getvalue()), ("cls", b"1")):
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(value)
+                    tar.addfile(member, io.BytesIO(value))
+    comm.barrier()
+""",
+    "docs/network.md: mpitrain.fully_shard": MODEL,
+    "docs/network.md: comm =": MODEL + "gradients = torch.ones(100)",
+    "docs/network.md: from collectives.codec": MODEL
+    + "x, total = np.ones(1000, np.float32), np.zeros(1000, np.float32)",
+    "docs/network-local-steps.md: mesh =": MODEL
+    + """
+def loss(model, step):
+    return model(tokens, targets)
+
+
+def evaluate(model):
+    return model(tokens, targets)
+
+
+""",
+    "docs/checkpoints.md: state =": SHARDED + "path = 'random-state'",
+    "docs/checkpoints.md: mpitrain.save": MODEL
+    + """
+model.blocks[0].lora_a = torch.nn.Parameter(torch.ones(4))
+mpitrain.fully_shard(model)
+optimizer, ema, path = torch.optim.AdamW(model.parameters()), mpitrain.EMA(model, 0.9), "lora"
+""",
+    "docs/monitoring-report.md: from": "",
+}
+"""The code before a program that a page shows without its beginning."""
+
+AFTER = {
+    "docs/training.md: count =": "loss.backward()",
+    "docs/sharding.md: mpitrain.fully_shard(model)  # each": "model(tokens, targets).backward()",
+    "docs/sharding.md: for block in": "model(tokens, targets).backward()",
+    "docs/sharding.md: mpitrain.convert_sync": "model(torch.randn(2, 4)).sum().backward()",
+    "docs/sharding.md: with torch.device": "assert model(input_ids=tokens, labels=tokens).loss.isfinite()",
+    "docs/sharding.md: MyOptimizer": "mpitrain.fully_shard(model)\nMyOptimizer(model.parameters()).step()",
+    "docs/optimizers.md: import mpitrain\n": "optimizer.step()",
+    "docs/optimizers.md: import mpitrain.models": "optimizer.step()",
+    "docs/network.md: mpitrain.fully_shard": "model(tokens, targets).backward()",
+    "docs/network.md: from collectives.codec": "assert np.allclose(total, x, atol=0.1)",
+    "docs/batches.md: import io": """
+if __name__ == "__main__":
+    model = torch.nn.Linear(16, 2)
+    mpitrain.fully_shard(model)
+    train(model, torch.optim.AdamW(model.parameters()))
+    assert ckpt.latest("checkpoints")
+""",
+}
+"""The code after a program: what makes it do something, and a look at what it has done."""
+
+ALTERNATIVES = ("docs/training.md: mpitrain.checkpoint_activations",)
+"""Programs of which each statement is one of several ways: they run one by one, each after the code before."""
+
+READ_BY = {
+    "docs/data.md: [[data.sources]]": """python -c 'from mpitrain.config import parse; print(parse(["--config", "FILE"]))'""",
+    "docs/plan.md: name =": "python -m mpitrain plan --machine FILE --model gpt-xl --ranks 16 --batch 64 --context 1024 --top 1",
+}
+"""The command that reads a FILE of the format toml."""
+
+RANKS = {
+    "docs/data.md: import json": 1,
+    "docs/parallel.md: import torch\n\nimport collectives\nimport mpitrain\nfrom mpitrain.models": 4,
+    "docs/pipelines.md: import torch\n\nimport collectives\nimport mpitrain\nfrom mpitrain.tensor": 4,
+    "docs/checkpoints.md: import jax": 1,
+    "docs/collectives.md: import torch\n\nimport collectives\n\n\ndef add": 4,
+}
+"""The number of ranks of a program; 2 unless given."""
+
+SHOWN = {
+    "README.md: 2 ranks on 1 node": "./mpirun/train",
+    "docs/pipelines.md: pipeline zb-h1": "mpirun -np 4 python -m mpitrain --run runs/zero-bubble",
+    "docs/plan.md: llama3-70b: ": "python -m mpitrain plan --model llama3-70b",
+    "docs/plan.md: llama3-405b, ": "python -m mpitrain plan --model llama3-405b",
+    "docs/collectives.md: rank 0 of 2": "mpirun -np 2 python examples/all_reduce.py",
+    "docs/monitoring-profile.md: ": "mpirun -np 2 python -m mpitrain profile --train.accumulate 4",
+    "docs/doctor.md: mpitrain doctor: 4 ranks": "./mpirun/cluster run -H 2x2",
+}
+"""The command of the page of which a block shows the output."""
+
+EXIT_CODES = {
+    "docs/reproducibility.md: python -m mpitrain diff runs/on-2 runs/on-1": 1,
+    "docs/checkpoints.md: python -m ckpt diff runs/look": 1,
+}
+"""Of commands that end with another exit code than 0."""
+
+FREE = ("def self.", "[[")
+"""How lines begin that are not compared: a sample of a model, the values of an array."""
+
+EXACT = ("docs/plan.md: ",)
+"""Outputs that are the same on every machine: not only their shape is compared."""

@@ -1,0 +1,188 @@
+"""All pages, read as a reader reads them: in order, in one fresh folder, each command and each program as it stands.
+
+tests/docs/table.py says what is shortened, what a page needs before, and for what does not run here why. Without MPITRAIN_TEST_FULL=1
+only the pages of table.SHORT run; the other tests of this folder look at all pages.
+"""
+
+import ast
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import table
+from extent import FULL
+from launching import Result, job_environment, own_segments, own_session, run
+from pages import ROOT, Block, Command, blocks, commands, pages
+from shapes import kind, missing, words
+
+SHELLS = ("commands", "session")
+BLOCKS = [block for page in pages() for block in blocks(page)]
+STEPS: list[Block | Command] = [
+    step for block in BLOCKS for step in (commands(block) if block.kind in SHELLS else [block])
+]
+
+
+class Reader:
+    """Somebody with a checkout, a home folder and a shell, who tries what the pages say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.printed: dict[str, str] = {}  # of the commands so far, by their text on the page
+        self.prepared: set[str] = set()
+        home = folder / "home"
+        home.mkdir(parents=True)
+        for name in (".venv", "examples", "docs", "tests", "pyproject.toml"):
+            (folder / name).symlink_to(ROOT / name)
+        for path in (ROOT / "mpirun").iterdir():  # not links: a script finds its checkout by its own place
+            script = folder / "mpirun" / path.name
+            script.parent.mkdir(exist_ok=True)
+            script.write_text(f'#!/bin/sh\nexec {shlex.quote(str(path))} "$@"\n')
+            script.chmod(0o755)
+        cache = home / ".cache/mpitrain"
+        if (ROOT / "tests/cache").is_dir():  # what other tests have compiled
+            shutil.copytree(ROOT / "tests/cache", cache)
+        _, self.environment = job_environment(4)
+        self.environment = {**self.environment, "HOME": str(home), "MPITRAIN_CACHE_DIR": str(cache), "COLUMNS": "120"}
+
+    def shell(self, text: str, timeout_s: float) -> Result:
+        with own_session() as session, own_segments() as segments:
+            command = ["bash", "-o", "pipefail", "-c", text]
+            environment = {**self.environment, **session, **segments}
+            return run(command, env=environment, cwd=self.folder, timeout_s=timeout_s)
+
+    def prepare(self, page: str) -> None:
+        for block in blocks(page):
+            if name := entry(table.FILES, block):
+                (self.folder / name).write_text(block.text)
+        for name in table.NEEDS.get(page, ()):
+            if name not in self.prepared:
+                self.prepared.add(name)
+                result = self.shell(table.MADE[name], timeout_s=100)
+                expect(result.returncode == 0, f"{name}, which {page} needs: {result}")
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    folder = tmp_path_factory.mktemp("reader")
+    yield Reader(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def entry(entries: dict[str, table.T], step: Block | Command) -> table.T | None:
+    """What a part of the table has for a step: by the page, or by the page and how the step begins."""
+    page = step.page if isinstance(step, Block) else step.block.page
+    found = [value for start, value in entries.items() if f"{page}: {step.text}".startswith(start)]
+    return found[-1] if found else None
+
+
+@pytest.mark.timeout_s(table.TIMEOUT_S + 110)
+@pytest.mark.parametrize(
+    "step", [step for step in STEPS if entry({**table.LEFT_OUT, **table.FILES}, step) is None], ids=str
+)
+def test_what_a_page_says_works(reader: Reader, step: Block | Command) -> None:
+    page = step.page if isinstance(step, Block) else step.block.page
+    if not FULL and page not in table.SHORT:
+        pytest.skip("only with MPITRAIN_TEST_FULL=1")
+    reader.prepare(page)
+    if isinstance(step, Command):
+        check_command(reader, step)
+    elif step.kind in ("python", "prompt"):
+        check_program(reader, step)
+    elif step.kind == "toml":
+        check_file(reader, step)
+    else:
+        check_shown(reader, step)
+
+
+def check_command(reader: Reader, command: Command) -> None:
+    text = shortened(command.text, command.block.page)
+    result = reader.shell(text, table.TIMEOUT_S)
+    output = (result.stdout + result.stderr).replace("\r\n", "\n")
+    reader.printed[f"{command.block.page}: {command.text}"] = output
+    expected = entry(table.EXIT_CODES, command) or 0
+    expect(result.returncode == expected, f"{text}\nends with another exit code than {expected}: {result}")
+    expect("nothing left to do" not in output, f"{text}\ntrains nothing: {result}")
+    expect_lines(command.shown, output, f"{text}\n{result}")
+
+
+def expect(is_so: bool, message: str) -> None:
+    if not is_so:
+        pytest.fail(message, pytrace=False)
+
+
+def expect_lines(shown: Sequence[str], printed: str, context: str, *, exact: bool = False) -> None:
+    absent = missing([line for line in shown if not line.startswith(table.FREE)], printed, words if exact else kind)
+    expect(not absent, "\n".join(["no lines like these of the page:", *absent, "in the output of", context]))
+
+
+def shortened(text: str, page: str) -> str:
+    for start, pattern, replacement in table.SHORTER:
+        if page.startswith(start):
+            text = pattern.sub(replacement, text)
+    return text
+
+
+def check_program(reader: Reader, block: Block) -> None:
+    source = shortened(block.text if block.kind == "python" else prompt_program(block.text), block.page)
+    is_one_of = any(f"{block.page}: {block.text}".startswith(start) for start in table.ALTERNATIVES)
+    programs = [ast.unparse(statement) for statement in ast.parse(source).body] if is_one_of else [source]
+    before, after, num_ranks = entry(table.BEFORE, block), entry(table.AFTER, block), entry(table.RANKS, block)
+    for program in programs:
+        (reader.folder / "program.py").write_text(f"{before or ''}\n{program}\n{after or ''}\n")
+        result = reader.shell(f"mpirun -np {num_ranks or 2} python program.py", table.TIMEOUT_S)
+        expect(result.returncode == 0, f"{program}\n{result}")
+        printed = result.stdout.replace("\r\n", "\n")
+        reader.printed[f"{block.page}: {block.text}"] = printed
+        if block.kind == "prompt":
+            shown = [line for line in block.text.splitlines() if not line.startswith((">>> ", "... "))]
+            expect_lines(shown, printed, f"{program}\n{result}")
+
+
+def prompt_program(text: str) -> str:
+    """A program that does what is typed after each ">>> "."""
+    typed = [line[4:] for line in text.splitlines() if line.startswith((">>> ", "... "))]
+    return f"import code\ncode.InteractiveInterpreter(globals()).runsource({chr(10).join(typed)!r}, symbol='single')\n"
+
+
+def check_file(reader: Reader, block: Block) -> None:
+    (reader.folder / "file.toml").write_text(block.text)
+    command = entry(table.READ_BY, block)
+    expect(command is not None, "no entry of the table says what reads this file")
+    result = reader.shell(command.replace("FILE", "file.toml"), table.TIMEOUT_S)
+    expect(result.returncode == 0, f"{command}\n{result}")
+
+
+def check_shown(reader: Reader, block: Block) -> None:
+    """A block that shows what an earlier command of the page prints."""
+    source = entry(table.SHOWN, block)
+    expect(source is not None, "no entry of the table says what prints this, or why nothing does")
+    printed = [output for start, output in reader.printed.items() if start.startswith(f"{block.page}: {source}")]
+    expect(bool(printed), f"'{source}', which prints this, has not run")
+    exact = f"{block.page}: {block.text}".startswith(table.EXACT)
+    expect_lines(block.text.splitlines(), printed[-1], f"{source}\n{printed[-1]}", exact=exact)
+
+
+def test_each_entry_of_the_table_is_for_a_block() -> None:
+    texts = [f"{step.page if isinstance(step, Block) else step.block.page}: {step.text}" for step in STEPS]
+    for entries in (
+        table.LEFT_OUT,
+        table.FILES,
+        table.BEFORE,
+        table.AFTER,
+        table.RANKS,
+        table.SHOWN,
+        table.EXIT_CODES,
+        table.READ_BY,
+    ):
+        for start in entries:
+            assert any(text.startswith(start) for text in texts), f"no block begins as '{start}'"
+    assert not set(table.NEEDS) - set(pages())
+    assert {name for names in table.NEEDS.values() for name in names} <= set(table.MADE)
+    assert set(table.SHORT) <= set(pages())
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "python"], ids=str)
+def test_a_program_is_python(block: Block) -> None:
+    ast.parse(block.text)
