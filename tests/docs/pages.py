@@ -15,7 +15,9 @@ class Block:
 
     page: str  # below ROOT
     line: int
-    kind: str  # "commands", "session" (commands after "$ ", with their outputs), "prompt" (after ">>> "), "python", "script", or another
+    kind: (
+        str  # "commands", "session" (with outputs, after "$ "), "prompt" (after ">>> "), "python", "script", or another
+    )
     text: str
 
     def __str__(self) -> str:

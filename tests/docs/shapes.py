@@ -26,11 +26,22 @@ def words(line: str) -> str:
     return " ".join(line.split())
 
 
+def joined(lines: Sequence[str]) -> list[str]:
+    """Lines, with those that go on in the last column after the one that they go on from."""
+    whole: list[str] = []
+    for line in lines:
+        if whole and re.match(r" {20,}\S", line) and re.match(r" {2}\w", whole[-1]):
+            whole[-1] += " " + line.strip()
+        else:
+            whole.append(line)
+    return whole
+
+
 def missing(shown: Sequence[str], printed: str, kind: Callable[[str], str] = kind) -> list[str]:
     """The lines of `shown` of which `printed` has none of the same kind after those before it. A line of "..." stands for any."""
-    kinds = iter([kind(line) for line in printed.splitlines()])
+    kinds = iter([kind(line) for line in joined(printed.splitlines())])
     absent = []
-    for line in shown:
+    for line in joined(shown):
         expected, is_start = kind(line), line.endswith("...")
         expected = expected.removesuffix("...").strip() if is_start else expected
         if not expected:

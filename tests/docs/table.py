@@ -65,6 +65,8 @@ LEFT_OUT = {
     "docs/checkpoints.md: >>> ckpt.look": "shows a forged checkpoint, which tests/unit/ckpt makes",
     "docs/faults.md: ./mpirun/elastic -H node1": HOSTS,
     "docs/faults.md: step 25/60": FAULT,
+    'docs/faults.md: {"event": "failure"': FAULT,
+    "docs/faults.md: 2026-": FAULT,
     "docs/detection.md: ": FAULT,
     "docs/relaunch.md: ": HOSTS,
     "docs/doctor.md: MPI\n": "shows the report of a wrong installation, which tests/launch makes",
@@ -72,6 +74,7 @@ LEFT_OUT = {
     "docs/silent-faults.md: step": FAULT,
     "docs/silent-faults.md: mpitrain: error": FAULT,
     "docs/doctor.md: mpirun -np 4 -H host1": HOSTS,
+    "docs/doctor.md: srun": SCRIPT,
     "docs/monitoring-sinks.md: tensorboard --logdir": "serves pages until it is stopped",
     "docs/monitoring-sinks.md: python -m mpitrain ...": "leaves out the settings, and needs a mail server",
     "docs/admin.md: #!/bin/sh": "an epilog of Slurm, which tests/unit/test_epilog.py runs",
@@ -90,7 +93,8 @@ LEFT_OUT = {
 }
 
 TRAINS = re.compile(
-    r"^(mpirun(?: --with-ft ulfm| -np \d+)* python -m mpitrain(?= --)|./mpirun/train(?: -np \d+)?)(?!.*(?:--train.steps|eval-only))(.*?)(\s*#.*)?$",
+    r"^(mpirun(?: --with-ft ulfm| -np \d+)* python -m mpitrain(?= --)|./mpirun/train(?: -np \d+)?)"
+    r"(?!.*(?:--train.steps|eval-only))(.*?)(\s*#.*)?$",
     re.DOTALL,
 )
 
@@ -110,12 +114,18 @@ SHORTER = [
     ("docs/batches.md", re.compile(r"% 1000"), "% 2"),
     ("docs/network-local-steps.md", re.compile(r"range\(1000\)"), "range(20)"),
     ("docs/optimizers.md", re.compile(r"(--train.batch 96.*--train.steps) 20"), r"\1 2"),
+    (
+        "docs/checkpoints.md",
+        re.compile(r"^python -m ckpt verify copy"),
+        "printf X | dd of=copy/step-00000020/rank-00001.h5 bs=1 seek=1500000 conv=notrunc 2>/dev/null; python -m ckpt verify copy",
+    ),
     ("docs/faults.md", re.compile(r"state.step < 200"), "state.step < 20"),
     (
         "docs/monitoring-trace.md",
         re.compile(r"^python -m mpitrain trace runs/traced --steps 3.*"),
-        "mpirun -np 2 python -m mpitrain --run runs/traced-live --train.steps 3000 & job=$!; while [ ! -s runs/traced-live/metrics.jsonl ]; "
-        "do sleep 0.2; done; python -m mpitrain trace runs/traced-live --steps 3 && python -m mpitrain stop runs/traced-live; wait $job",
+        "mpirun -np 2 python -m mpitrain --run runs/traced-live --train.steps 3000 & job=$!; "
+        "while [ ! -s runs/traced-live/metrics.jsonl ]; do sleep 0.2; done; "
+        "python -m mpitrain trace runs/traced-live --steps 3 && python -m mpitrain stop runs/traced-live; wait $job",
     ),
     ("docs/monitoring-trace.md", re.compile(r"100:103"), "10:13"),
     ("docs/monitoring-trace.md", re.compile(r"docs/gallery/"), ""),
@@ -130,8 +140,8 @@ SHORTER = [
 
 MADE = {
     "texts": "mkdir -p ~/code && cp mpirun/* ~/code/ && cp pyproject.toml ~/notes.txt",
-    "documents": "mkdir -p shards && head -qn 20 examples/*.py docs/*.md | python -c "
-    """'import json, sys; [print(json.dumps({"text": line * 9})) for line in sys.stdin]' > shards/web-0.jsonl && cp shards/web-0.jsonl .""",
+    "documents": "mkdir -p shards && head -qn 20 examples/*.py docs/*.md | python -c 'import json, sys; "
+    """[print(json.dumps({"text": line * 9})) for line in sys.stdin]' > shards/web-0.jsonl && cp shards/web-0.jsonl .""",
     "tokens": "python -m mpitrain tokenizer train --data.path 'shards/*.jsonl' --vocab-size 500 --out tokens.json && "
     "mpirun -np 2 python -m mpitrain tokenize --data.path 'shards/*.jsonl' --data.tokenizer tokens.json --out tokens",
     "runs/a": "./mpirun/train --run runs/a --train.steps 20 --train.sample-bytes 0",
@@ -212,16 +222,6 @@ mpitrain.fully_shard(model)
     "docs/sharding.md: for block in": SHARDED,
     "docs/sharding.md: mpitrain.convert_sync": MODEL
     + "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))",
-    "docs/sharding.md: with torch.device": MODEL
-    + """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=256)
-folder = "llama-weights"
-if comm.rank == 0:
-    LlamaForCausalLM(config).save_pretrained(folder)
-comm.barrier()
-""",
     "docs/sharding.md: MyOptimizer": MODEL
     + """
 class MyOptimizer(torch.optim.SGD):
@@ -293,7 +293,6 @@ AFTER = {
     "docs/sharding.md: mpitrain.fully_shard(model)  # each": "model(tokens, targets).backward()",
     "docs/sharding.md: for block in": "model(tokens, targets).backward()",
     "docs/sharding.md: mpitrain.convert_sync": "model(torch.randn(2, 4)).sum().backward()",
-    "docs/sharding.md: with torch.device": "assert model(input_ids=tokens, labels=tokens).loss.isfinite()",
     "docs/sharding.md: MyOptimizer": "mpitrain.fully_shard(model)\nMyOptimizer(model.parameters()).step()",
     "docs/optimizers.md: import mpitrain\n": "optimizer.step()",
     "docs/optimizers.md: import mpitrain.models": "optimizer.step()",
@@ -344,8 +343,16 @@ EXIT_CODES = {
 }
 """Of commands that end with another exit code than 0."""
 
-FREE = ("def self.", "[[")
-"""How lines begin that are not compared: a sample of a model, the values of an array."""
+FREE = (
+    "def self.",  # a sample of a model
+    "[[",  # values of an array
+    " .step-00000030.staging",  # of a save that was killed
+    "would free",
+    *("  ok      node memory", "  ok      need of", "  ok      old copies", "1 note"),  # other jobs on the host
+    "           memory of rank 0 at its peak",  # the layer differs
+    "  Ranks 0, 1 wait",  # what a profile finds differs
+)
+"""How lines begin that are not compared: they differ from run to run."""
 
 EXACT = ("docs/plan.md: ",)
 """Outputs that are the same on every machine: not only their shape is compared."""

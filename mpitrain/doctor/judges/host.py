@@ -158,7 +158,7 @@ def judge_disk(its: Disk) -> list[Finding]:
             )
         ]
     speed = (
-        f"{where}: writes {its.write_speed / 1e6:.3g} MB/s with fsync, reads {its.read_speed / 1e6:.3g} MB/s (of "
+        f"{where}: writes {its.write_speed / 1e6:,.0f} MB/s with fsync, reads {its.read_speed / 1e6:,.0f} MB/s (of "
         f"{show_bytes(its.written)}), {show_bytes(its.free)} free"
     )
     findings = []
