@@ -41,7 +41,7 @@ def missing(shown: Sequence[str], printed: str, kind: Callable[[str], str] = kin
     """The lines of `shown` of which `printed` has none of the same kind after those before it. A line of "..." stands for any."""
     kinds = iter([kind(line) for line in joined(printed.splitlines())])
     absent = []
-    for line in joined(shown):
+    for line in shown:
         expected, is_start = kind(line), line.endswith("...")
         expected = expected.removesuffix("...").strip() if is_start else expected
         if not expected:

@@ -10,8 +10,15 @@ T = TypeVar("T")
 
 TIMEOUT_S = 100.0  # of a command
 
-SHORT = ("README.md", "docs/launching.md", "docs/batches.md", "docs/checkpoints.md", "docs/collectives.md")
-"""The pages whose blocks run in CI."""
+SHORT = (
+    "README.md: ",
+    "docs/checkpoints.md: mpirun",
+    "docs/checkpoints.md: cp",
+    "docs/checkpoints.md: python -m ckpt",
+    "docs/plan.md: python -m mpitrain plan --model",
+    "docs/plan.md: llama3",
+)
+"""What CI runs, by the page and how a block or a command begins."""
 
 HOSTS = "needs hosts with an ssh server: tests/launch trains on those of ./mpirun/cluster"
 INSTALLS = "installs packages from a network: tests/launch/test_wheel.py installs a wheel"
@@ -161,6 +168,19 @@ NEEDS = {
     "docs/faults.md": ["runs/default"],
 }
 
+EXAMPLES = {
+    "README.md: import torch\n\nimport collectives": "examples/shard_your_model.py",
+    "docs/collectives.md: import torch\n\nimport collectives\n\ncomm": "examples/all_reduce.py",
+    "docs/faults.md: import os": "examples/elastic.py",
+}
+"""Programs that are files of examples/, too."""
+
+GOES_ON = {
+    "$SCRATCH/run": "one job of a batch system goes on after another",
+    "runs/relaunched": "two ways to start the same run",
+}
+"""Runs that several commands may name."""
+
 FILES = {'docs/coming.md: """Trains a model': "finetune.py"}
 """Blocks that are a file, which the commands of the page run."""
 
@@ -222,6 +242,22 @@ mpitrain.fully_shard(model)
     "docs/sharding.md: for block in": SHARDED,
     "docs/sharding.md: mpitrain.convert_sync": MODEL
     + "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))",
+    "docs/sharding.md: config = Llama": MODEL
+    + """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+folder = "llama-weights"
+if comm.rank == 0:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(folder)
+comm.barrier()
+""",
+    "docs/sharding.md: state = torch.load": MODEL
+    + """
+if comm.rank == 0:
+    torch.save(model.state_dict(), "model.pt")
+mpitrain.fully_shard(model)
+""",
     "docs/sharding.md: MyOptimizer": MODEL
     + """
 class MyOptimizer(torch.optim.SGD):
@@ -289,10 +325,16 @@ optimizer, ema, path = torch.optim.AdamW(model.parameters()), mpitrain.EMA(model
 """The code before a program that a page shows without its beginning."""
 
 AFTER = {
+    "README.md: import torch\n\nimport collectives": """
+import ckpt
+
+assert ckpt.open("example-checkpoints/step-10")["model/0.linear1.weight"].shape == (2048, 256)
+""",
     "docs/training.md: count =": "loss.backward()",
     "docs/sharding.md: mpitrain.fully_shard(model)  # each": "model(tokens, targets).backward()",
     "docs/sharding.md: for block in": "model(tokens, targets).backward()",
     "docs/sharding.md: mpitrain.convert_sync": "model(torch.randn(2, 4)).sum().backward()",
+    "docs/sharding.md: config = Llama": "assert model(input_ids=tokens, labels=tokens).loss.isfinite()",
     "docs/sharding.md: MyOptimizer": "mpitrain.fully_shard(model)\nMyOptimizer(model.parameters()).step()",
     "docs/optimizers.md: import mpitrain\n": "optimizer.step()",
     "docs/optimizers.md: import mpitrain.models": "optimizer.step()",
