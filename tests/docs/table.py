@@ -146,7 +146,6 @@ SHORTER = [
 """(how the page begins, a pattern, its replacement): applied in turn to the commands and the programs of the page."""
 
 MADE = {
-    "texts": "mkdir -p ~/code && cp mpirun/* ~/code/ && cp pyproject.toml ~/notes.txt",
     "documents": "mkdir -p shards && head -qn 20 examples/*.py docs/*.md | python -c 'import json, sys; "
     """[print(json.dumps({"text": line * 9})) for line in sys.stdin]' > shards/web-0.jsonl && cp shards/web-0.jsonl .""",
     "tokens": "python -m mpitrain tokenizer train --data.path 'shards/*.jsonl' --vocab-size 500 --out tokens.json && "
@@ -157,8 +156,6 @@ MADE = {
 """What pages take from elsewhere, and the command that makes it."""
 
 NEEDS = {
-    "README.md": ["texts"],
-    "docs/training.md": ["texts"],
     "docs/data.md": ["documents", "tokens"],
     "docs/tokenizers.md": ["documents"],
     "docs/checkpoints.md": ["runs/default"],

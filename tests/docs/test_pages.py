@@ -33,7 +33,7 @@ class Reader:
         self.prepared: set[str] = set()
         home = folder / "home"
         home.mkdir(parents=True)
-        for name in (".venv", "examples", "docs", "tests", "pyproject.toml"):
+        for name in (".venv", "examples", "docs", "tests", "README.md"):
             (folder / name).symlink_to(ROOT / name)
         for path in (ROOT / "mpirun").iterdir():  # not links: a script finds its checkout by its own place
             script = folder / "mpirun" / path.name
