@@ -175,6 +175,7 @@ EXAMPLES = {
 GOES_ON = {
     "$SCRATCH/run": "one job of a batch system goes on after another",
     "runs/relaunched": "two ways to start the same run",
+    "runs/layouts": "a run goes on in another layout",
 }
 """Runs that several commands may name."""
 
@@ -367,6 +368,7 @@ RANKS = {
 
 SHOWN = {
     "README.md: 2 ranks on 1 node": "./mpirun/train",
+    "docs/training.md: run runs/layouts goes on": "mpirun -np 2 python -m mpitrain --run runs/layouts",
     "docs/pipelines.md: pipeline zb-h1": "mpirun -np 4 python -m mpitrain --run runs/zero-bubble",
     "docs/plan.md: llama3-70b: ": "python -m mpitrain plan --model llama3-70b",
     "docs/plan.md: llama3-405b, ": "python -m mpitrain plan --model llama3-405b",
