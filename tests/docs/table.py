@@ -115,7 +115,7 @@ SHORTER = [
     ("docs/training.md", re.compile(r"(--model.size small)"), r"\1 --model.layers 1"),
     ("docs/training.md", re.compile(r"(mpitrain sample)"), r"\1 --bytes 20"),
     ("docs/tokenizers.md", re.compile(r"-np 16"), "-np 4"),
-    ("docs/data.md", re.compile(r"(--model.size small)"), r"\1 --model.layers 1"),
+    ("docs/data.md", re.compile(r"(--model.size small)"), r"\1 --model.layers 1 --train.batch 4"),
     ("docs/batches.md", re.compile(r"\{000..127\}"), "{000..003}"),
     ("docs/batches.md", re.compile(r"batch=256"), "batch=8"),
     ("docs/batches.md", re.compile(r"in data:"), "in itertools.islice(data, 4):"),
