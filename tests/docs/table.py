@@ -75,6 +75,8 @@ LEFT_OUT = {
     "docs/faults.md: step 25/60": FAULT,
     'docs/faults.md: {"event": "failure"': FAULT,
     "docs/faults.md: 2026-": FAULT,
+    "docs/faults.md: tail -n 1 runs/rehearsal": "ends a rank of the run of the line above while it trains",
+    'docs/faults.md: {"step":19': FAULT,
     "docs/detection.md: ": FAULT,
     "docs/relaunch.md: ": HOSTS,
     "docs/doctor.md: MPI\n": "shows the report of a wrong installation, which tests/launch makes",
