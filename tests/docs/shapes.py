@@ -8,7 +8,8 @@ RULES = [
     (re.compile(r"(?<![\w.])/[\w./+-]+"), "/path"),
     (re.compile(r"\b[0-9a-f]{10}\b"), "0"),  # a commit
     (re.compile(r"[-+]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?"), "0"),
-    (re.compile(r"\b0 (B|[KMG]iB|[kMG]?B|bytes|ns|us|µs|ms|s|min|h|d)\b"), "0 unit"),
+    (re.compile(r"\b0 (B|[KMG]iB|[kMG]?B|bytes)\b"), "0 bytes"),
+    (re.compile(r"\b0 (ns|us|µs|ms|s|min|h|d)\b"), "0 seconds"),
     (re.compile(r"[─━═█┃│┏┡└┌├┳╇┴╯╰]+"), "|"),
     (re.compile(r"[\s|]+"), " "),
 ]
@@ -37,19 +38,38 @@ def joined(lines: Sequence[str]) -> list[str]:
     return whole
 
 
-def missing(shown: Sequence[str], printed: str, kind: Callable[[str], str] = kind) -> list[str]:
-    """The lines of `shown` of which `printed` has none of the same kind after those before it. A line of "..." stands for any."""
-    kinds = iter([kind(line) for line in joined(printed.splitlines())])
-    absent = []
-    for line in shown:
-        expected, is_start = kind(line), line.endswith("...")
-        expected = expected.removesuffix("...").strip() if is_start else expected
-        if not expected:
-            continue
-        rest = list(kinds)
-        found = (i for i, actual in enumerate(rest) if actual == expected or (is_start and actual.startswith(expected)))
-        place = next(found, None)
-        if place is None:
-            absent.append(line)
-        kinds = iter(rest if place is None else rest[place + 1 :])
+def missing(
+    shown: Sequence[str], printed: str, kind: Callable[[str], str] = kind, free: tuple[str, ...] = ()
+) -> list[str]:
+    """The lines of `shown` that `printed` lacks, or that do not follow there on the line before them.
+
+    A line of "..." stands for any number of lines, and "..." at the end of a line for its rest. A line that begins as one of `free` has
+    any text.
+    """
+    actual = [kind(line) for line in joined(printed.splitlines()) if line.strip()]
+
+    def fits(line: str, at: int) -> bool:
+        if at >= len(actual):
+            return False
+        if line.endswith("..."):
+            return actual[at].startswith(kind(line.removesuffix("...")))
+        return line.startswith(free) or actual[at] == kind(line)
+
+    absent, place = [], 0
+    for run in runs(joined(shown)):
+        fitting = {at: sum(fits(line, at + i) for i, line in enumerate(run)) for at in range(place, len(actual))}
+        best = max(fitting, key=lambda at: fitting[at], default=place)  # the first of the best
+        absent += [line for i, line in enumerate(run) if not fits(line, best + i)]
+        place = best + len(run)
     return absent
+
+
+def runs(lines: Sequence[str]) -> list[list[str]]:
+    """The lines between those of "...", without empty ones."""
+    found: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip() == "...":
+            found.append([])
+        elif line.strip():
+            found[-1].append(line)
+    return found

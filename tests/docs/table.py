@@ -21,13 +21,17 @@ SHORT = (
 )
 """What CI runs, by the page and how a block or a command begins."""
 
-HOSTS = "needs hosts with an ssh server: tests/launch trains on those of ./mpirun/cluster"
+HOSTS = "needs hosts with an ssh server: tests/launch/mpitrain/test_supervisor.py has such hosts"
 INSTALLS = "installs packages from a network: tests/launch/test_wheel.py installs a wheel"
 PICTURE = "a picture"
-SCRIPT = "needs a batch system: tests/launch/mpitrain runs the scripts of examples/ under Slurm"
+SCRIPT = "needs a batch system: tests/launch/mpitrain/test_slurm.py runs the scripts of examples/slurm"
 TESTS = "the tests themselves"
-BENCH = "a benchmark of minutes to hours, which tests/mpi and tests/launch run in a short form"
-FAULT = "shows the report of a fault, which tests/launch makes and compares"
+BENCH = "takes minutes to hours: tests/mpi/test_network_bench.py and tests/mpi/test_part_benches.py run short forms"
+FAULT = "the report of a fault, which this test does not make: "
+DEATHS = FAULT + "tests/launch/collectives/test_losses.py and tests/launch/collectives/test_diagnosis.py do"
+
+S3 = "needs a bucket: tests/launch/mpitrain/test_remote_shards.py has a server of S3"
+PACK = "packs gigabytes of packages: tests/launch/mpitrain/test_pack.py packs a small environment"
 
 LEFT_OUT = {
     "README.md: mpirun -np N": "says the number of ranks as N",
@@ -42,23 +46,20 @@ LEFT_OUT = {
     "docs/sharding.md:  a unit, flat": PICTURE,
     "docs/sharding.md:                  forward of its module": PICTURE,
     "docs/parallel.md:                       data rank 0": PICTURE,
-    "docs/parallel.md: rank = (((": "a formula: tests/unit/mpitrain compares the order of the ranks",
+    "docs/parallel.md: rank = (((": "a formula: tests/mpi/collectives/test_communicator.py tests the order of the ranks",
     "docs/parallel.md:                            tp rank": PICTURE,
     "docs/parallel.md:                 ┌": PICTURE,
-    "docs/parallel.md: afmoe": "a list: tests/unit compares it with the installed transformers",
+    "docs/parallel.md: afmoe": "a list, of which tests/mpi/tensor/test_transformers_plans.py tries each model",
     "docs/parallel-internals.md: ": PICTURE,
-    "docs/pipelines.md: [rank 1] torch.OutOfMemoryError": FAULT,
-    "docs/pipelines.md: afmoe": "a list: tests/unit compares it with the installed transformers",
+    "docs/pipelines.md: [rank 1] torch.OutOfMemoryError": FAULT + "tests/launch/mpitrain/test_pipeline_errors.py does",
+    "docs/pipelines.md: afmoe": "a list, of which tests/mpi/stages/test_transformers.py tries each model",
     "docs/optimizers.md:    momentum, on": PICTURE,
     "docs/reproducibility.md: python -m mpitrain diff /runs/two": "compares checkpoints of a program of the reader's own",
     "docs/gpu.md: ": "needs a GPU",
     "docs/data.md: pip install": INSTALLS,
-    "docs/data.md: sha256sum": "needs a bucket of S3: tests/unit/data reads shards from a server of S3",
-    "docs/data.md: mpirun -np 4 python -m mpitrain --run runs/c4": "needs a bucket of S3",
-    "docs/network.md: mpirun -H node1": HOSTS,
-    "docs/network-compression.md: mpirun -H node1": HOSTS,
+    "docs/data.md: sha256sum": "makes a list for the next command",
+    "docs/data.md: mpirun -np 4 python -m mpitrain --run runs/c4": S3,
     "docs/network-compression.md:  node 1": PICTURE,
-    "docs/network-local-steps.md: mpirun -H node1": HOSTS,
     "docs/network-local-steps.md:  copy 0": PICTURE,
     "docs/network.md: ./mpirun/cluster run -H 4x1 -- python -m mpitrain bench losses": BENCH,
     "docs/network.md: ./mpirun/cluster run -H 2x1 --rate 1gbit -- python -m mpitrain bench wire": BENCH,
@@ -67,48 +68,56 @@ LEFT_OUT = {
     "docs/monitoring-trace.md: ./mpirun/cluster run -H 2x1 -- python -m mpitrain bench clocks": BENCH,
     "docs/collectives.md:                             before": PICTURE,
     "docs/collectives.md:                     dp_replicate 0": PICTURE,
-    "docs/collectives.md: [rank 0] notice": FAULT,
+    "docs/collectives.md: [rank 0] notice": DEATHS,
     "docs/collectives-internals.md:   comm.all_reduce": PICTURE,
-    "docs/checkpoints.md: step-00000007/": PICTURE,
-    "docs/checkpoints.md: >>> ckpt.look": "shows a forged checkpoint, which tests/unit/ckpt makes",
+    "docs/checkpoints.md: step-00000007/": "a list of files with what each is for",
+    "docs/checkpoints.md: >>> ckpt.look": "a forged checkpoint, which tests/unit/ckpt/test_hostile.py makes",
     "docs/faults.md: ./mpirun/elastic -H node1": HOSTS,
-    "docs/faults.md: step 25/60": FAULT,
-    'docs/faults.md: {"event": "failure"': FAULT,
-    "docs/faults.md: 2026-": FAULT,
+    "docs/faults.md: step 25/60": DEATHS,
+    'docs/faults.md: {"event": "failure"': DEATHS,
+    "docs/faults.md: 2026-": DEATHS,
     "docs/faults.md: tail -n 1 runs/rehearsal": "ends a rank of the run of the line above while it trains",
     'docs/faults.md: {"step":19': FAULT,
-    "docs/detection.md: ": FAULT,
+    "docs/detection.md: ": DEATHS,
     "docs/relaunch.md: ": HOSTS,
-    "docs/doctor.md: MPI\n": "shows the report of a wrong installation, which tests/launch makes",
+    "docs/doctor.md: MPI\n": FAULT + "tests/launch/mpitrain/test_doctor.py makes wrong installations",
     "docs/monitoring.md: metrics.jsonl": "lines of three files, cut short",
-    "docs/silent-faults.md: step": FAULT,
-    "docs/silent-faults.md: mpitrain: error": FAULT,
+    "docs/silent-faults.md: step": FAULT
+    + "tests/mpi/health/test_rewinds.py and tests/mpi/monitor/test_slow_ranks.py do",
+    "docs/silent-faults.md: mpitrain: error": FAULT
+    + "tests/mpi/health/test_desync.py and tests/mpi/health/test_flips.py do",
     "docs/doctor.md: mpirun -np 4 -H host1": HOSTS,
     "docs/doctor.md: srun": SCRIPT,
     "docs/monitoring-sinks.md: tensorboard --logdir": "serves pages until it is stopped",
-    "docs/monitoring-sinks.md: python -m mpitrain ...": "leaves out the settings, and needs a mail server",
+    "docs/monitoring-sinks.md: mpirun -np 2 python -m mpitrain --run runs/alerts": "needs a mail server",
     "docs/admin.md: #!/bin/sh": "an epilog of Slurm, which tests/unit/test_epilog.py runs",
     "docs/admin.md: pip": INSTALLS,
     "docs/admin.md: python3 -m venv": INSTALLS,
     "docs/admin.md: env/bin/pip": INSTALLS,
-    "docs/start.md: ./mpirun/pack": "packs all packages of the tests, gigabytes: tests/launch packs a small environment",
+    "docs/start.md: ./mpirun/pack": PACK,
     "docs/start.md: .venv/bin/python -m mpitrain bench calls --np 4 --below": "needs the pack",
     "docs/start.md: srun": SCRIPT,
     "docs/start.md: each_node": SCRIPT,
     "docs/start.md: trap": SCRIPT,
     "docs/start.md: $each_node": SCRIPT,
-    "docs/start.md: mpirun -np 8": "eight ranks are many for a laptop: tests/launch starts two from a pack",
+    "docs/start.md: mpirun -np 8": "needs the pack",
     "docs/architecture.md:    mpirun/setup": PICTURE,
     "CONTRIBUTING.md: ": TESTS,
 }
 
 TRAINS = re.compile(
-    r"^(mpirun(?: --with-ft ulfm| -np \d+)* python -m mpitrain(?= --)|./mpirun/train(?: -np \d+)?)"
+    r"^(mpirun(?: --with-ft ulfm| -np \d+)* python -m mpitrain(?= --)|./mpirun/train(?: -np \d+)?"
+    r"|./mpirun/cluster run -H 2x2 -- python -m mpitrain(?= --))"
     r"(?!.*(?:--train.steps|eval-only))(.*?)(\s*#.*)?$",
     re.DOTALL,
 )
 
 SHORTER = [
+    (
+        "docs/network",
+        re.compile(r"^mpirun -H node1:4,node2:4 -np 8 \$PWD/.venv/bin/python"),
+        "./mpirun/cluster run -H 2x2 -- python",
+    ),
     ("", TRAINS, r"\1\2 --train.steps 20\3"),
     ("", re.compile(r"(--train.steps) \d{3,}"), r"\1 20"),
     ("", re.compile(r"(--train.steps \d+)"), r"\1 --train.sample-bytes 20 --train.eval-batches 2"),
@@ -135,7 +144,8 @@ SHORTER = [
     ("docs/monitoring-trace.md", re.compile(r"100:103"), "10:13"),
     ("docs/monitoring-trace.md", re.compile(r"docs/gallery/"), ""),
     ("docs/monitoring-sinks.md", re.compile(r" wandb"), ""),
-    ("", re.compile(r"float16 --train.steps 20"), "float16 --train.steps 3"),
+    ("", re.compile(r"(?<!b)float16 --train.steps 20"), "float16 --train.steps 3"),
+    ("docs/network-compression.md", re.compile(r"exact-steps 50"), "exact-steps 5"),
     ("README.md", re.compile(r"^./mpirun/train(?= --train)"), "./mpirun/train --checkpoint.every 10"),
     ("", re.compile(r"step-00001000"), "step-00000020"),
     ("", re.compile(r"(collectives bench .*?)(\s*#.*)?$"), r"\1 --sizes 64KiB\2"),
@@ -316,7 +326,6 @@ model.blocks[0].lora_a = torch.nn.Parameter(torch.ones(4))
 mpitrain.fully_shard(model)
 optimizer, ema, path = torch.optim.AdamW(model.parameters()), mpitrain.EMA(model, 0.9), "lora"
 """,
-    "docs/monitoring-report.md: from": "",
 }
 """The code before a program that a page shows without its beginning."""
 
@@ -384,13 +393,11 @@ EXIT_CODES = {
 
 FREE = (
     "[[",  # values of an array
-    " .step-00000030.staging",  # of a save that was killed
-    "would free",
     *("  ok      node memory", "  ok      need of", "  ok      old copies", "1 note"),  # other jobs on the host
     "           memory of rank 0 at its peak",  # the layer differs
     "  Ranks 0, 1 wait",  # what a profile finds differs
 )
-"""How lines begin that are not compared: they differ from run to run."""
+"""How lines begin of which only the place is compared: they differ from run to run."""
 
 EXACT = ("docs/plan.md: ",)
 """Outputs that are the same on every machine: not only their shape is compared."""

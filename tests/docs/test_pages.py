@@ -5,6 +5,7 @@ only what table.SHORT names runs; the other tests of this folder look at all pag
 """
 
 import ast
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import table
 from extent import FULL
 from launching import Result, job_environment, own_segments, own_session, run
 from pages import ROOT, Block, Command, blocks, commands, pages
-from shapes import joined, kind, missing, words
+from shapes import kind, missing, words
 
 SHELLS = ("commands", "session")
 BLOCKS = [block for page in pages() for block in blocks(page)]
@@ -113,14 +114,12 @@ def expect(is_so: bool, message: str) -> None:
 
 
 def expect_lines(shown: Sequence[str], printed: str, context: str, *, exact: bool = False) -> None:
-    absent = missing(
-        [line for line in joined(shown) if not line.startswith(table.FREE)], printed, words if exact else kind
-    )
+    absent = missing(shown, printed, words if exact else kind, table.FREE)
     expect(not absent, "\n".join(["no lines like these of the page:", *absent, "in the output of", context]))
 
 
-def shortened(text: str, page: str) -> str:
-    for start, pattern, replacement in table.SHORTER:
+def shortened(text: str, page: str, rules: Sequence[tuple[str, re.Pattern[str], str]] = table.SHORTER) -> str:
+    for start, pattern, replacement in rules:
         if page.startswith(start):
             text = pattern.sub(replacement, text)
     return text
@@ -144,8 +143,8 @@ def check_program(reader: Reader, block: Block) -> None:
 
 def prompt_program(text: str) -> str:
     """A program that does what is typed after each ">>> "."""
-    typed = [line[4:] for line in text.splitlines() if line.startswith((">>> ", "... "))]
-    return f"import code\ncode.InteractiveInterpreter(globals()).runsource({chr(10).join(typed)!r}, symbol='single')\n"
+    typed = "\n".join(line[4:] for line in text.splitlines() if line.startswith((">>> ", "... ")))
+    return f"exec(compile({typed!r}, 'typed', 'single'))\n"
 
 
 def check_file(reader: Reader, block: Block) -> None:
@@ -166,9 +165,11 @@ def check_shown(reader: Reader, block: Block) -> None:
     expect_lines(block.text.splitlines(), printed[-1], f"{source}\n{printed[-1]}", exact=exact)
 
 
+TEXTS = [f"{step.page if isinstance(step, Block) else step.block.page}: {step.text}" for step in STEPS]
+
+
 def test_each_entry_of_the_table_is_for_a_block() -> None:
-    texts = [f"{step.page if isinstance(step, Block) else step.block.page}: {step.text}" for step in STEPS]
-    for entries in (
+    entries = (
         table.LEFT_OUT,
         table.FILES,
         table.BEFORE,
@@ -177,9 +178,31 @@ def test_each_entry_of_the_table_is_for_a_block() -> None:
         table.SHOWN,
         table.EXIT_CODES,
         table.READ_BY,
-    ):
-        for start in entries:
-            assert any(text.startswith(start) for text in texts), f"no block begins as '{start}'"
-    assert not set(table.NEEDS) - set(pages())
-    assert {name for names in table.NEEDS.values() for name in names} <= set(table.MADE)
-    assert all(any(text.startswith(start) for text in texts) for start in table.SHORT)
+    )
+    starts = [
+        start for each in (*entries, table.SHORT, table.ALTERNATIVES, table.EXACT, table.EXAMPLES) for start in each
+    ]
+    unused = [start for start in starts if not any(text.startswith(start) for text in TEXTS)]
+    assert not unused, f"no block begins as {unused}"
+    assert set(table.NEEDS) <= set(pages())
+    assert {name for names in table.NEEDS.values() for name in names} == set(table.MADE)
+    lines = [line for block in BLOCKS for line in block.text.splitlines()]
+    assert all(any(line.startswith(start) for line in lines) for start in table.FREE)
+
+
+@pytest.mark.parametrize("rule", table.SHORTER, ids=lambda rule: rule[1].pattern[:40])
+def test_each_rule_shortens_something(rule: tuple[str, re.Pattern[str], str]) -> None:
+    start, pattern, _ = rule
+    earlier = table.SHORTER[: table.SHORTER.index(rule)]
+    for step, text in zip(STEPS, TEXTS, strict=True):
+        page = text.partition(": ")[0]
+        command = shortened(step.text, page, earlier)
+        if page.startswith(start) and pattern.search(command):
+            return
+    pytest.fail(f"no command of {start or 'any page'} has {pattern.pattern}")
+
+
+def test_reasons_name_tests_that_exist() -> None:
+    for reason in table.LEFT_OUT.values():
+        for path in re.findall(r"tests/[\w/]+\.py", reason):
+            assert (ROOT / path).is_file(), reason
