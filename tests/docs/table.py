@@ -10,6 +10,9 @@ T = TypeVar("T")
 
 TIMEOUT_S = 100.0  # of a command
 
+SHELL = ("README.md: . .venv/bin/activate", "README.md: export PRTE")
+"""What README.md says for all pages. A page that is read alone begins with it."""
+
 SHORT = (
     "README.md: ",
     "docs/checkpoints.md: mpirun",
@@ -68,7 +71,6 @@ LEFT_OUT = {
     "docs/monitoring-trace.md: ./mpirun/cluster run -H 2x1 -- python -m mpitrain bench clocks": BENCH,
     "docs/collectives.md:                             before": PICTURE,
     "docs/collectives.md:                     dp_replicate 0": PICTURE,
-    "docs/collectives.md: [rank 0] notice": DEATHS,
     "docs/collectives-internals.md:   comm.all_reduce": PICTURE,
     "docs/checkpoints.md: step-00000007/": "a list of files with what each is for",
     "docs/checkpoints.md: >>> ckpt.look": "a forged checkpoint, which tests/unit/ckpt/test_hostile.py makes",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import table
 from extent import FULL
-from launching import Result, job_environment, own_segments, own_session, run
+from launching import YIELDS, Result, job_environment, own_segments, own_session, run
 from pages import ROOT, Block, Command, blocks, commands, pages
 from shapes import kind, missing, words
 
@@ -23,6 +23,8 @@ BLOCKS = [block for page in pages() for block in blocks(page)]
 STEPS: list[Block | Command] = [
     step for block in BLOCKS for step in (commands(block) if block.kind in SHELLS else [block])
 ]
+
+TEXTS = [f"{step.page if isinstance(step, Block) else step.block.page}: {step.text}" for step in STEPS]
 
 
 class Reader:
@@ -44,16 +46,37 @@ class Reader:
         cache = home / ".cache/mpitrain"
         if (ROOT / "tests/cache").is_dir():  # what other tests have compiled
             shutil.copytree(ROOT / "tests/cache", cache)
-        _, self.environment = job_environment(4)
-        self.environment = {**self.environment, "HOME": str(home), "MPITRAIN_CACHE_DIR": str(cache), "COLUMNS": "120"}
+        _, settings = job_environment(1)
+        plain = {
+            name: value for name, value in settings.items() if not name.startswith(("PRTE_", "OMPI_", "VIRTUAL_ENV"))
+        }
+        # a reader is not root, and this MPI starts a second faster without a transport that no machine of the tests has
+        quick = {
+            name: value for name, value in settings.items() if name.startswith(("OMPI_ALLOW", "OMPI_MCA_btl", *YIELDS))
+        }
+        path = ":".join(part for part in plain["PATH"].split(":") if not part.startswith(str(ROOT)))
+        own = {"PATH": path, "HOME": str(home), "MPITRAIN_CACHE_DIR": str(cache), "COLUMNS": "120"}
+        self.environment = {**plain, **quick, **own}
 
     def shell(self, text: str, timeout_s: float) -> Result:
+        """What a command prints. What it sets stays for the next ones."""
+        left = self.folder / "home/environment"
+        script = f"{text}\ncode=$?\nenv -0 > {shlex.quote(str(left))}\nexit $code"
         with own_session() as session, own_segments() as segments:
-            command = ["bash", "-o", "pipefail", "-c", text]
             environment = {**self.environment, **session, **segments}
-            return run(command, env=environment, cwd=self.folder, timeout_s=timeout_s)
+            command = ["bash", "-o", "pipefail", "-c", script]
+            result = run(command, env=environment, cwd=self.folder, timeout_s=timeout_s)
+        if left.exists():
+            pairs = (pair.split("=", 1) for pair in left.read_text().rstrip("\0").split("\0"))
+            self.environment = {name: value for name, value in pairs if name not in (*session, *segments, "_", "SHLVL")}
+            left.unlink()
+        return result
 
     def prepare(self, page: str) -> None:
+        if page != "README.md" and "VIRTUAL_ENV" not in self.environment:
+            for step, text in zip(STEPS, TEXTS, strict=True):
+                if text.startswith(table.SHELL):
+                    self.shell(step.text, timeout_s=20)
         for block in blocks(page):
             if name := entry(table.FILES, block):
                 (self.folder / name).write_text(block.text)
@@ -165,9 +188,6 @@ def check_shown(reader: Reader, block: Block) -> None:
     expect_lines(block.text.splitlines(), printed[-1], f"{source}\n{printed[-1]}", exact=exact)
 
 
-TEXTS = [f"{step.page if isinstance(step, Block) else step.block.page}: {step.text}" for step in STEPS]
-
-
 def test_each_entry_of_the_table_is_for_a_block() -> None:
     entries = (
         table.LEFT_OUT,
@@ -180,7 +200,9 @@ def test_each_entry_of_the_table_is_for_a_block() -> None:
         table.READ_BY,
     )
     starts = [
-        start for each in (*entries, table.SHORT, table.ALTERNATIVES, table.EXACT, table.EXAMPLES) for start in each
+        start
+        for each in (*entries, table.SHORT, table.ALTERNATIVES, table.EXACT, table.EXAMPLES, table.SHELL)
+        for start in each
     ]
     unused = [start for start in starts if not any(text.startswith(start) for text in TEXTS)]
     assert not unused, f"no block begins as {unused}"
