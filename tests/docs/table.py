@@ -29,7 +29,6 @@ INSTALLS = "installs packages from a network: tests/launch/test_wheel.py install
 PICTURE = "a picture"
 SCRIPT = "needs a batch system: tests/launch/mpitrain/test_slurm.py runs the scripts of examples/slurm"
 TESTS = "the tests themselves"
-BENCH = "takes minutes to hours: tests/mpi/test_network_bench.py and tests/mpi/test_part_benches.py run short forms"
 FAULT = "the report of a fault, which this test does not make: "
 DEATHS = FAULT + "tests/launch/collectives/test_losses.py and tests/launch/collectives/test_diagnosis.py do"
 
@@ -64,11 +63,6 @@ LEFT_OUT = {
     "docs/data.md: mpirun -np 4 python -m mpitrain --run runs/c4": S3,
     "docs/network-compression.md:  node 1": PICTURE,
     "docs/network-local-steps.md:  copy 0": PICTURE,
-    "docs/network.md: ./mpirun/cluster run -H 4x1 -- python -m mpitrain bench losses": BENCH,
-    "docs/network.md: ./mpirun/cluster run -H 2x1 --rate 1gbit -- python -m mpitrain bench wire": BENCH,
-    "docs/network.md: mpirun -np 2 python -m mpitrain bench wire": BENCH,
-    "docs/network-compression.md: ./mpirun/cluster run -H 2x1 --rate 1gbit -- python -m mpitrain bench compression": BENCH,
-    "docs/monitoring-trace.md: ./mpirun/cluster run -H 2x1 -- python -m mpitrain bench clocks": BENCH,
     "docs/collectives.md:                             before": PICTURE,
     "docs/collectives.md:                     dp_replicate 0": PICTURE,
     "docs/collectives-internals.md:   comm.all_reduce": PICTURE,
@@ -148,6 +142,22 @@ SHORTER = [
     ("docs/monitoring-sinks.md", re.compile(r" wandb"), ""),
     ("", re.compile(r"(?<!b)float16 --train.steps 20"), "float16 --train.steps 3"),
     ("docs/network-compression.md", re.compile(r"exact-steps 50"), "exact-steps 5"),
+    (
+        "docs/network-compression.md",
+        re.compile(r"bench compression"),
+        "bench compression --width 64 --layers 1 --rounds 1",
+    ),
+    (
+        "docs/network.md",
+        re.compile(r"bench wire"),
+        "bench wire --shape 64x2x1 --heads 2 --context 16 --steps 2 --wires fp32,int8",
+    ),
+    (
+        "docs/network.md",
+        re.compile(r"bench losses"),
+        "bench losses --cases exact,int8 --steps 2 --seeds 1 --settings '--model.layers 1 --model.width 32 --model.heads 2'",
+    ),
+    ("docs/monitoring-trace.md", re.compile(r"--minutes 10"), "--minutes 0.1"),
     ("README.md", re.compile(r"^./mpirun/train(?= --train)"), "./mpirun/train --checkpoint.every 10"),
     ("", re.compile(r"step-00001000"), "step-00000020"),
     ("", re.compile(r"(collectives bench .*?)(\s*#.*)?$"), r"\1 --sizes 64KiB\2"),

@@ -333,7 +333,14 @@ def test_test_refuses_an_unknown_part(checkout: Path) -> None:
 
 def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None:
     (checkout / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    bodies = {"unit": "False", "unit/ckpt": "True", "mpi": "True", "launch": "False", "launch/mpitrain": "True"}
+    bodies = {
+        "unit": "False",
+        "unit/ckpt": "True",
+        "mpi": "True",
+        "launch": "False",
+        "launch/mpitrain": "True",
+        "docs": "True",
+    }
     for folder, value in bodies.items():
         (checkout / "tests" / folder).mkdir(parents=True)
         (checkout / "tests" / folder / f"test_{Path(folder).name}.py").write_text(
@@ -343,7 +350,7 @@ def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None
         (checkout / "tests" / folder).mkdir()
     result = run([checkout / "mpirun/test", "unit", "mpi", "launch"], cwd=checkout, env={"MPITRAIN_TEST_NP": "1"})
     assert result.returncode == 1, str(result)
-    assert (result.stdout.count("1 failed in"), result.stdout.count("1 passed in")) == (2, 3), str(result)
+    assert (result.stdout.count("1 failed in"), result.stdout.count("1 passed in")) == (2, 4), str(result)
     at_the_end = result.stdout.rpartition("1 passed in")[2]
     assert at_the_end.count("E       assert False") == at_the_end.count("\nFAILED tests/") == 2, str(result)
     assert result.stderr.endswith("test: FAILED: unit of the rest,launch\n"), str(result)
