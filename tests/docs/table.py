@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-TIMEOUT_S = 100.0  # of a command
+TIMEOUT_S = 240.0  # of a command
 
 SHELL = ("README.md: . .venv/bin/activate", "README.md: export PRTE")
 """What README.md says for all pages. A page that is read alone begins with it."""
