@@ -2,23 +2,28 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
+from launching import ROOT
 from markdown_it import MarkdownIt
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code of a page: a fenced one, or one that is indented."""
+    """A block of code of a page: a fenced one, or one that is indented.
+
+    Its kind is "commands", "session" (commands after "$ ", with their outputs), "prompt" (Python after ">>> "), "python", "script", or
+    the language that the page names, else "text".
+    """
 
     page: str  # below ROOT
     line: int
-    kind: (
-        str  # "commands", "session" (with outputs, after "$ "), "prompt" (after ">>> "), "python", "script", or another
-    )
+    kind: str
     text: str
+
+    @property
+    def key(self) -> str:
+        """By how this begins, table.py names it."""
+        return f"{self.page}: {self.text}"
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -28,13 +33,18 @@ class Block:
 class Command:
     """A command of a shell, as it stands on the page."""
 
-    block: Block
+    page: str
     line: int
-    text: str  # of one line
-    shown: tuple[str, ...] = ()  # what the page shows of its output
+    text: str  # of several lines if they end in a backslash
+    shown: tuple[str, ...]  # what the page shows of its output
+
+    @property
+    def key(self) -> str:
+        """By how this begins, table.py names it."""
+        return f"{self.page}: {self.text}"
 
     def __str__(self) -> str:
-        return f"{self.block.page}:{self.line}"
+        return f"{self.page}:{self.line}"
 
 
 def pages() -> list[str]:
@@ -79,4 +89,7 @@ def commands(block: Block) -> list[Command]:
         elif text.strip() and not text.startswith("#"):
             found.append((line, text.removeprefix("$ "), []))
         is_open = text.endswith("\\")
-    return [Command(block, line, text, tuple(shown)) for line, text, shown in found]
+    return [Command(block.page, line, text, tuple(shown)) for line, text, shown in found]
+
+
+BLOCKS = [block for page in pages() for block in blocks(page)]

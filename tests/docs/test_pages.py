@@ -14,17 +14,14 @@ from pathlib import Path
 import pytest
 import table
 from extent import FULL
-from launching import YIELDS, Result, job_environment, own_segments, own_session, run
-from pages import ROOT, Block, Command, blocks, commands, pages
+from launching import ROOT, YIELDS, Result, job_environment, own_segments, own_session, run
+from pages import BLOCKS, Block, Command, blocks, commands, pages
 from shapes import kind, missing, words
 
 SHELLS = ("commands", "session")
-BLOCKS = [block for page in pages() for block in blocks(page)]
 STEPS: list[Block | Command] = [
     step for block in BLOCKS for step in (commands(block) if block.kind in SHELLS else [block])
 ]
-
-TEXTS = [f"{step.page if isinstance(step, Block) else step.block.page}: {step.text}" for step in STEPS]
 
 
 class Reader:
@@ -74,8 +71,8 @@ class Reader:
 
     def prepare(self, page: str) -> None:
         if page != "README.md" and "VIRTUAL_ENV" not in self.environment:
-            for step, text in zip(STEPS, TEXTS, strict=True):
-                if text.startswith(table.SHELL):
+            for step in STEPS:
+                if step.key.startswith(table.SHELL):
                     self.shell(step.text, timeout_s=20)
         for block in blocks(page):
             if name := entry(table.FILES, block):
@@ -96,8 +93,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 def entry(entries: dict[str, table.T], step: Block | Command) -> table.T | None:
     """What a part of the table has for a step: by the page, or by the page and how the step begins."""
-    page = step.page if isinstance(step, Block) else step.block.page
-    found = [value for start, value in entries.items() if f"{page}: {step.text}".startswith(start)]
+    found = [value for start, value in entries.items() if step.key.startswith(start)]
     return found[-1] if found else None
 
 
@@ -106,10 +102,9 @@ def entry(entries: dict[str, table.T], step: Block | Command) -> table.T | None:
     "step", [step for step in STEPS if entry({**table.LEFT_OUT, **table.FILES}, step) is None], ids=str
 )
 def test_what_a_page_says_works(reader: Reader, step: Block | Command) -> None:
-    page = step.page if isinstance(step, Block) else step.block.page
-    if not FULL and not f"{page}: {step.text}".startswith(table.SHORT):
+    if not FULL and not step.key.startswith(table.SHORT):
         pytest.skip("only with MPITRAIN_TEST_FULL=1")
-    reader.prepare(page)
+    reader.prepare(step.page)
     if isinstance(step, Command):
         check_command(reader, step)
     elif step.kind in ("python", "prompt"):
@@ -121,10 +116,10 @@ def test_what_a_page_says_works(reader: Reader, step: Block | Command) -> None:
 
 
 def check_command(reader: Reader, command: Command) -> None:
-    text = shortened(command.text, command.block.page)
+    text = shortened(command.text, command.page)
     result = reader.shell(text, table.TIMEOUT_S)
     output = (result.stdout + result.stderr).replace("\r\n", "\n")
-    reader.printed[f"{command.block.page}: {command.text}"] = output
+    reader.printed[command.key] = output
     expected = entry(table.EXIT_CODES, command) or 0
     expect(result.returncode == expected, f"{text}\nends with another exit code than {expected}: {result}")
     expect("nothing left to do" not in output, f"{text}\ntrains nothing: {result}")
@@ -150,7 +145,7 @@ def shortened(text: str, page: str, rules: Sequence[tuple[str, re.Pattern[str], 
 
 def check_program(reader: Reader, block: Block) -> None:
     source = shortened(block.text if block.kind == "python" else prompt_program(block.text), block.page)
-    is_one_of = any(f"{block.page}: {block.text}".startswith(start) for start in table.ALTERNATIVES)
+    is_one_of = block.key.startswith(table.ALTERNATIVES)
     programs = [ast.unparse(statement) for statement in ast.parse(source).body] if is_one_of else [source]
     before, after, num_ranks = entry(table.BEFORE, block), entry(table.AFTER, block), entry(table.RANKS, block)
     for program in programs:
@@ -158,7 +153,7 @@ def check_program(reader: Reader, block: Block) -> None:
         result = reader.shell(f"mpirun -np {num_ranks or 2} python program.py", table.TIMEOUT_S)
         expect(result.returncode == 0, f"{program}\n{result}")
         printed = result.stdout.replace("\r\n", "\n")
-        reader.printed[f"{block.page}: {block.text}"] = printed
+        reader.printed[block.key] = printed
         if block.kind == "prompt":
             shown = [line for line in block.text.splitlines() if not line.startswith((">>> ", "... "))]
             expect_lines(shown, printed, f"{program}\n{result}")
@@ -184,7 +179,7 @@ def check_shown(reader: Reader, block: Block) -> None:
     expect(source is not None, "no entry of the table says what prints this, or why nothing does")
     printed = [output for start, output in reader.printed.items() if start.startswith(f"{block.page}: {source}")]
     expect(bool(printed), f"'{source}', which prints this, has not run")
-    exact = f"{block.page}: {block.text}".startswith(table.EXACT)
+    exact = block.key.startswith(table.EXACT)
     expect_lines(block.text.splitlines(), printed[-1], f"{source}\n{printed[-1]}", exact=exact)
 
 
@@ -204,7 +199,7 @@ def test_each_entry_of_the_table_is_for_a_block() -> None:
         for each in (*entries, table.SHORT, table.ALTERNATIVES, table.EXACT, table.EXAMPLES, table.SHELL)
         for start in each
     ]
-    unused = [start for start in starts if not any(text.startswith(start) for text in TEXTS)]
+    unused = [start for start in starts if not any(step.key.startswith(start) for step in STEPS)]
     assert not unused, f"no block begins as {unused}"
     assert set(table.NEEDS) <= set(pages())
     assert {name for names in table.NEEDS.values() for name in names} == set(table.MADE)
@@ -216,12 +211,8 @@ def test_each_entry_of_the_table_is_for_a_block() -> None:
 def test_each_rule_shortens_something(rule: tuple[str, re.Pattern[str], str]) -> None:
     start, pattern, _ = rule
     earlier = table.SHORTER[: table.SHORTER.index(rule)]
-    for step, text in zip(STEPS, TEXTS, strict=True):
-        page = text.partition(": ")[0]
-        command = shortened(step.text, page, earlier)
-        if page.startswith(start) and pattern.search(command):
-            return
-    pytest.fail(f"no command of {start or 'any page'} has {pattern.pattern}")
+    texts = [shortened(step.text, step.page, earlier) for step in STEPS if step.page.startswith(start)]
+    assert any(pattern.search(text) for text in texts), f"no command of {start or 'any page'} has {pattern.pattern}"
 
 
 def test_reasons_name_tests_that_exist() -> None:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import ROOT
+from launching import ROOT
 
 from mpitrain.config.page import page as page_of_settings
 

@@ -7,12 +7,12 @@ from collections import defaultdict
 
 import pytest
 import table
-from pages import ROOT, Block, Command, blocks, commands, pages
+from launching import ROOT
+from pages import BLOCKS, Block, Command, commands
 
 from mpitrain.config import parse
 from mpitrain.config.ranks import check_ranks
 
-BLOCKS = [block for page in pages() for block in blocks(page)]
 COMMANDS = [
     command for block in BLOCKS if block.kind in ("commands", "session", "script") for command in commands(block)
 ]
@@ -62,7 +62,7 @@ def test_each_run_has_a_folder_of_its_own() -> None:
 def test_an_example_is_a_file(example: str) -> None:
     file = (ROOT / table.EXAMPLES[example]).read_text()
     code = file.partition('"""\n\n')[2]  # without its docstring
-    assert any(f"{block.page}: {block.text}".startswith(example) and block.text == code for block in BLOCKS), (
+    assert any(block.key.startswith(example) and block.text == code for block in BLOCKS), (
         f"{example.partition(':')[0]} and {table.EXAMPLES[example]} differ"
     )
 
