@@ -158,6 +158,7 @@ SHORTER = [
         "bench losses --cases exact,int8 --steps 2 --seeds 1 --settings '--model.layers 1 --model.width 32 --model.heads 2'",
     ),
     ("docs/monitoring-trace.md", re.compile(r"--minutes 10"), "--minutes 0.1"),
+    ("README.md", re.compile(r"(runs/(?:mine|package)\b.*--train.steps) 20"), r"\1 2"),
     ("README.md", re.compile(r"^./mpirun/train(?= --train)"), "./mpirun/train --checkpoint.every 10"),
     ("", re.compile(r"step-00001000"), "step-00000020"),
     ("", re.compile(r"(collectives bench .*?)(\s*#.*)?$"), r"\1 --sizes 64KiB\2"),
