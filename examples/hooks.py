@@ -1,4 +1,4 @@
-"""Figures, a callback and a sink of a user: mpirun -np 2 python -m mpitrain --log.modules examples/hooks.py"""
+"""Figures, a callback and a sink of a user: mpirun -np 2 python -m mpitrain --run runs/hooks --log.modules examples/hooks.py"""
 
 import mpitrain
 

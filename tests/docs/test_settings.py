@@ -4,6 +4,7 @@ import ast
 import re
 import shlex
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import table
@@ -65,6 +66,15 @@ def test_an_example_is_a_file(example: str) -> None:
     assert any(block.key.startswith(example) and block.text == code for block in BLOCKS), (
         f"{example.partition(':')[0]} and {table.EXAMPLES[example]} differ"
     )
+
+
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sbatch", ".pbs", ".yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_settings_of_an_example_exist(path: Path) -> None:
+    for name, value in re.findall(r"(--[a-z]+\.[\w.-]+) ([^\s\"(]+)", path.read_text()):
+        parse([name, value])
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.kind == "python"], ids=str)
