@@ -56,10 +56,14 @@ def mesh(
 ) -> ModelMesh:
     """The mesh of a model: pp x dp_replicate x dp_shard x cp x tp = the ranks of `comm` (None: the world). Collective.
 
-    Args: tp: the ranks that hold one layer together (tensor and sequence parallelism). cp: the ranks that hold one sequence together.
-    ep: the ranks that hold the experts of one layer together; a divisor of dp_shard x cp, see `ModelMesh`. pp: the stages of a
-    pipeline. dp_replicate: the copies of the model (HSDP). dp_shard: the ranks over which ZeRO shards a copy; -1: all ranks that are
-    left.
+    Args:
+        comm: the ranks; None: `collectives.world()`.
+        tp: the ranks that hold one layer together (tensor and sequence parallelism).
+        cp: the ranks that hold one sequence together.
+        ep: the ranks that hold the experts of one layer together; a divisor of dp_shard x cp, see `ModelMesh`.
+        pp: the stages of a pipeline.
+        dp_replicate: the copies of the model (HSDP).
+        dp_shard: the ranks over which ZeRO shards a copy; -1: all ranks that are left.
 
     The gradient is the mean over dp_replicate x dp_shard x cp. So far no function divides a sequence or experts. With cp > 1
     `fully_shard` also shards along cp, and each of these ranks passes its own batch, or its part of a sequence that the program

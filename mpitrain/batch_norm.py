@@ -230,8 +230,10 @@ def convert_sync_batchnorm(module: nn.Module, comm: Communicator | None = None) 
     Call it before `fully_shard`. It replaces BatchNorm1d, 2d and 3d, and torch's own SyncBatchNorm, in the model; parameters and
     buffers stay the same objects. If `module` is such a layer itself, the new layer is returned.
 
-    Args: comm: the ranks that share a batch; None: `collectives.world()`. With a mesh pass its data-parallel ranks,
-    `mesh["dp_replicate", "dp_shard", "cp"]`.
+    Args:
+        module: a model, or a BatchNorm layer.
+        comm: the ranks that share a batch; None: `collectives.world()`. With a mesh pass its data-parallel ranks,
+            `mesh["dp_replicate", "dp_shard", "cp"]`.
 
     Raises:
         TypeError: `module` is no module, `comm` no communicator.

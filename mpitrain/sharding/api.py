@@ -80,38 +80,45 @@ def fully_shard(
     same order and number on all ranks. A call for the whole model alone chooses the blocks itself, or takes them as `units`. All ranks
     take the parameters of rank 0. Parameters on the meta device get memory here, and values from `mpitrain.initialize` or a checkpoint.
 
-    Args: mesh: a Communicator, over which one copy is sharded; or a Mesh with shards along its axes `dp_shard` and `cp`, and copies of
-    the shards along `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks. stage: 0
-    shards nothing: each rank has a copy of the model, and the backward averages the gradients, as torch's DistributedDataParallel does.
-    1 and 2 shard the optimizer's state and the gradients, 3 also the parameters. 1 reduces the gradients at the end of the backward.
-    reshard_after_forward: True frees private full parameters of stage 3 after the forward, and gathers them again for the backward.
-    False keeps them. A number N: between forward and backward each group of N neighbouring ranks, for instance those of a node, holds
-    them together, and gathers them for the backward within the group. N divides the number of ranks that hold the shards; 1 means
-    False, all ranks mean True. mp_policy: the dtypes; None: those of the parameters. offload_policy: `CPUOffloadPolicy()` keeps shards
-    and the optimizer's state in host memory, for parameters on GPUs. ignored_params: parameters (not names) that stay as they are on
-    every rank. Parameters of other parts of the model are allowed. units: "auto": if no part of the module is sharded yet, each block
-    of its stacks becomes a unit (the layers of a transformer, but no experts and no modules without a forward), and the remaining
-    parameters become one unit. "one": all parameters become one unit. Modules within the module: each becomes a unit, inner ones before
-    the modules around them, and the remaining parameters one more. A unit is gathered and reduced as a whole. storage: the memory of
-    full parameters. "resident", from stage 1 on: one copy in the shared memory of each node. A rank may skip a unit, or run it more
-    often than other ranks. "private": each rank has its own full parameters. In stage 3 they are gathered around the forward of the
-    unit's module. Then all ranks must run the same units in the same order, because a gather needs all ranks; a rank that skips a unit
-    causes an error, or a wait until the deadline. Ranks may differ within a unit. Stages 0 to 2 gather nothing, and ranks may differ as
-    with "resident". "auto": resident for parameters on CPUs if the shared memory of all nodes suffices for all units of this call,
-    otherwise private.
-    prefetch_bytes: the bytes of private full parameters of stage 3 that may be gathered before their use, in the order of the last
-    step, if gathers overlap with computation (with a progress thread, or by NCCL). None: the size of the largest unit within this
-    module; 0: no prefetch. The value of the outermost module is used. device: the device of parameters that are on the meta device;
-    None: the CPU. cut: "rows": the shards of a unit are as equal as rows of parameters allow. "parameters": each parameter is whole in
-    one shard, as `compress_gradients` needs it between copies of the shards; then shards are as equal as parameters allow. wire: the
-    format in which gradients are sent between nodes: "fp32" (as they are), "bf16", "fp16", "int8", "fp8", or "auto", int8 where a
-    measurement of the network says that it pays, else fp32. They are summed in fp32, and all ranks get the same bits. Within a node
-    nothing is encoded, and arrays in GPU memory are not where NCCL or CUDA-aware MPI moves them. A dict
-    {"node": "fp32", "network": "int8"} means the same as "int8". wire_weights: the same for gathers of weights, which stage 0 has not.
-    Below fp32 the shards are masters with all bits, which the optimizer updates and checkpoints have, and the
-    full parameters have the values that were sent. slices: a power of two, into how many equal slices a global batch is divided. Then
-    gradients have the same bits at any number of ranks: each backward is a `Round` of `mpitrain.rounds(model)`, which names its slice,
-    and after the last one of a step the gradient of the shards is the mean over the slices. 0: no slices.
+    Args:
+        module: the model, or a part of it.
+        mesh: a Communicator, over which one copy is sharded; or a Mesh with shards along its axes `dp_shard` and `cp`, and copies of
+            the shards along `dp_replicate`; None: `collectives.world()`. Parts of a model may have another mesh of the same ranks.
+        stage: what is sharded. 0: nothing; each rank has a copy of the model, and the backward averages the gradients, as torch's
+            DistributedDataParallel does. 1 and 2: the optimizer's state and the gradients, which stage 1 reduces at the end of the
+            backward, and stage 2 during the backward. 3: also the parameters.
+        reshard_after_forward: True frees private full parameters of stage 3 after the forward, and gathers them again for the backward.
+            False keeps them. A number N: between forward and backward each group of N neighbouring ranks, for instance those of a
+            node, holds them together, and gathers them for the backward within the group. N divides the number of ranks that hold
+            the shards; 1 means False, all ranks mean True.
+        mp_policy: the dtypes; None: those of the parameters.
+        offload_policy: `CPUOffloadPolicy()` keeps shards and the optimizer's state in host memory, for parameters on GPUs.
+        ignored_params: parameters (not names) that stay as they are on every rank. Parameters of other parts of the model are allowed.
+        units: what is gathered and reduced as a whole. "auto": if no part of the module is sharded yet, each block of its stacks (the
+            layers of a transformer, but no experts and no modules without a forward), and the remaining parameters together.
+            "one": all parameters together. Modules within the module: each of them, inner ones before the modules around them, and
+            the remaining parameters together.
+        storage: the memory of full parameters. "resident", from stage 1 on: one copy in the shared memory of each node. A rank may
+            skip a unit, or run it more often than other ranks. "private": each rank has its own full parameters. In stage 3 they are
+            gathered around the forward of the unit's module. Then all ranks must run the same units in the same order, because a
+            gather needs all ranks; a rank that skips a unit causes an error, or a wait until the deadline. Ranks may differ within a
+            unit. Stages 0 to 2 gather nothing, and ranks may differ as with "resident". "auto": resident for parameters on CPUs if
+            the shared memory of all nodes suffices for all units of this call, otherwise private.
+        prefetch_bytes: the bytes of private full parameters of stage 3 that may be gathered before their use, in the order of the last
+            step, if gathers overlap with computation (with a progress thread, or by NCCL). None: the size of the largest unit within
+            this module; 0: no prefetch. The value of the outermost module is used.
+        device: the device of parameters that are on the meta device; None: the CPU.
+        cut: "rows": the shards of a unit are as equal as rows of parameters allow. "parameters": each parameter is whole in one shard,
+            as `compress_gradients` needs it between copies of the shards; then shards are as equal as parameters allow.
+        wire: the format in which gradients are sent between nodes: "fp32" (as they are), "bf16", "fp16", "int8", "fp8", or "auto", int8
+            where a measurement of the network says that it pays, else fp32. They are summed in fp32, and all ranks get the same bits.
+            Within a node nothing is encoded, and arrays in GPU memory are not where NCCL or CUDA-aware MPI moves them. A dict
+            {"node": "fp32", "network": "int8"} means the same as "int8".
+        wire_weights: the same for gathers of weights, which stage 0 has not. Below fp32 the shards are masters with all bits, which the
+            optimizer updates and checkpoints have, and the full parameters have the values that were sent.
+        slices: a power of two: into how many equal slices a global batch is divided, so that gradients are bitwise the same at any
+            number of ranks. Each backward is a `Round` of `mpitrain.rounds(model)`, which names its slice, and after the last one of
+            a step the gradient of the shards is the mean over the slices. 0: no slices.
 
     Raises:
         TypeError: an argument of a wrong type, or dtypes that cannot be reduced.

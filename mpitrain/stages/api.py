@@ -63,10 +63,14 @@ def pipeline(
     Each rank keeps the modules of its own stages, under their names. A model on the meta device needs memory for these alone.
     `tensor_parallel` may have cut the model: then the ranks of a group that holds each layer together have the same rank in `comm`.
 
-    Args: schedule: a name of `mpitrain.stages.schedules.SCHEDULES`. micro_batches: the number of forwards of a step. stages_per_rank:
-    of "interleaved", 2 or more (default: 2). plan: the parts of the model; None: the model's attribute `stage_plan`, or the plan of a
-    transformers model. division: the number of blocks of each stage; None: stages of about equal cost, with the embedding and the head
-    counted.
+    Args:
+        model: a model without stages, cut by `tensor_parallel` or not.
+        comm: the ranks of the pipeline, such as `mesh["pp"]`.
+        schedule: a name of `mpitrain.stages.schedules.SCHEDULES`.
+        micro_batches: the number of forwards of a step.
+        stages_per_rank: of "interleaved", 2 or more (default: 2).
+        plan: the parts of the model; None: the model's attribute `stage_plan`, or the plan of a transformers model.
+        division: the number of blocks of each stage; None: stages of about equal cost, with the embedding and the head counted.
 
     Raises ValueError on all ranks, with the model unchanged, for a schedule, plan or division that does not fit the model or the ranks.
     """
@@ -171,13 +175,17 @@ class Pipeline:
     ) -> torch.Tensor:
         """Forwards and backwards of all micro-batches; the gradients are added to those of the parameters. Collective.
 
-        Args: inputs: for each micro-batch the arguments of the model: a tensor, a sequence or a mapping. The first stage gets all of
-        them, the others the named ones but the plan's `input`. The micro-batches may have different sizes. loss_of(output, micro): the
-        loss of the model's output, on the rank of the last stage; None: the output is the loss. last: for each micro-batch, more named
-        arguments for the last stage alone, such as the targets. scale: changes a loss before its backward; it is called on each rank.
+        Args:
+            inputs: for each micro-batch the arguments of the model: a tensor, a sequence or a mapping. The first stage gets all of
+                them, the others the named ones but the plan's `input`. The micro-batches may have different sizes.
+            loss_of: loss_of(output, micro) is the loss of the model's output, on the rank of the last stage; None: the output is
+                the loss.
+            last: for each micro-batch, more named arguments for the last stage alone, such as the targets.
+            scale: changes a loss before its backward; it is called on each rank.
+            seeds: if the model has slices and draws random numbers: for each micro-batch the numbers for `seed_all` before its
+                forward, the same as without a pipeline, such as (seed, step, slice).
 
-        If the model has slices, each micro-batch is one of `mpitrain.rounds(model)`. seeds: for each of them the numbers for `seed_all`
-        before its forward, if the model draws random numbers: the same as without a pipeline, such as (seed, step, slice).
+        If the model has slices, each micro-batch is one of `mpitrain.rounds(model)`.
 
         Returns: the loss of each micro-batch, before `scale`: (M,) float64, the same on all ranks. ValueError on all ranks if the
         number of micro-batches is not that of the schedule, or if it does not fit the slices.

@@ -38,10 +38,13 @@ def tensor_parallel(
     Parameters on the meta device stay there until `fully_shard` or `initialize` gives them memory. Ranks of `comm` must pass the same
     inputs, and get the same outputs.
 
-    Args: plan: names modules and how each is cut; None: the model's attribute `tensor_plan`, or the plan of a transformers model.
-    sequence: also sequence parallelism: in each stack of blocks (an `nn.ModuleList` whose modules have cut matrices) the stream between
-    the regions holds this rank's tokens alone, so each rank keeps 1/N of these activations. The number of tokens must be a multiple of
-    the ranks.
+    Args:
+        model: a whole model, the same on all ranks.
+        comm: the ranks of a group that holds each layer together, such as `mesh["tp"]`.
+        plan: names modules and how each is cut; None: the model's attribute `tensor_plan`, or the plan of a transformers model.
+        sequence: also sequence parallelism: in each stack of blocks (an `nn.ModuleList` whose modules have cut matrices) the stream
+            between the regions holds this rank's tokens alone, so each rank keeps 1/N of these activations. The number of tokens
+            must be a multiple of the ranks.
 
     Raises ValueError on all ranks, with the model unchanged, for a plan that does not fit the model or the ranks.
     """

@@ -96,13 +96,19 @@ def cross_entropy(
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` of logits whose classes are cut over the ranks of `comm`. Collective.
 
-    Args: logits: (C,), (N, C) or (N, C, d1, ...), floating-point, with C classes of this rank. targets: (), (N,) or (N, d1, ...) int64,
-    the same on all ranks. comm: the ranks, or their exchange, which then counts the time. num_classes: of all ranks together; rank r
-    of R has classes `num_classes * r // R` to `num_classes * (r + 1) // R - 1`. Positions with the target `ignore_index` count nothing;
-    on CPUs any other target out of range is an IndexError. The loss is in float32, or in float64 for float64 logits. It is the same on
-    all ranks, with "none" of the shape of `targets`, and with "mean" NaN if no position counts; the gradients are zeros then.
-    Classes may be masked with -inf, also all of a rank. show: gets the loss of each position,
-    of the shape of `targets` and without gradients, whatever the reduction.
+    Args:
+        logits: (C,), (N, C) or (N, C, d1, ...), floating-point, with C classes of this rank. Classes may be masked with -inf, also all
+            of a rank.
+        targets: (), (N,) or (N, d1, ...) int64, the same on all ranks.
+        comm: the ranks, or their exchange, which then counts the time.
+        num_classes: of all ranks together; rank r of R has classes `num_classes * r // R` to `num_classes * (r + 1) // R - 1`.
+        ignore_index: positions with this target count nothing. On CPUs any other target out of range is an IndexError.
+        label_smoothing: as torch's.
+        reduction: "mean", "sum" or "none".
+        show: gets the loss of each position, of the shape of `targets` and without gradients, whatever the reduction.
+
+    Returns: the loss in float32, or in float64 for float64 logits, the same on all ranks: with "none" of the shape of `targets`, and
+    with "mean" NaN if no position counts; the gradients are zeros then.
 
     Raises ValueError for logits without this rank's classes (such as gathered ones), for targets of another shape, for probabilities of
     classes as targets, and for another reduction.
