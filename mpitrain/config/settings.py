@@ -73,7 +73,8 @@ class TrainConfig:
     """Micro-batches per step."""
     slices: int = 0
     """A power of two: divide each global batch into so many equal slices, the micro-batches of the ranks, and add up all that is summed
-    over them in one order. Then losses and parameters have the same bits at any number of ranks up to this one; 0: off."""
+    over them in one order. Then training is deterministic and bitwise reproducible: losses and parameters have the same bits at any
+    number of ranks up to this one; 0: off."""
     elastic: bool = False
     """After a loss of ranks the others go on in place. Needs Open MPI's `mpirun --with-ft ulfm`. Ranks may have different numbers of
     sequences."""

@@ -35,6 +35,18 @@ def test_the_list_of_pages_has_each_once() -> None:
     assert sorted(linked) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
 
 
+def test_the_places_of_the_architecture_exist() -> None:
+    """A file or folder may be named without the folders that it is in."""
+    paths = [path for package in ("collectives", "ckpt", "mpitrain") for path in (ROOT / package).rglob("*")]
+    known = {
+        f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in (*paths, ROOT / "mpirun")
+    }
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"`([\w./]+(?:\.py|/))`", text)
+    assert len(named) > 100
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in known)]
+
+
 def test_the_page_of_settings_is_printed_from_the_code() -> None:
     assert (ROOT / "docs/settings.md").read_text() == page_of_settings(), (
         "python -m mpitrain.config.page > docs/settings.md"
