@@ -40,8 +40,8 @@ ALLOWED = {
     "collectives.md": {"an operation that takes 30 s": SETTING, "an operation that takes 600 s": SETTING},
     "data.md": {
         "at most 1 % of `step_s` is normal": "advice, from which value on to look for the cause",
-        "may take 384 MiB and 10 s": SETTING,
     },
+    "data-internals.md": {"may take 384 MiB and 10 s": SETTING},
     "gpu.md": {
         "at most 0.02 % on 2 ranks and 0.21 % on 8 ranks": "follows from the sizes of the block",
         "If more than 2 % of padding": THRESHOLD,
