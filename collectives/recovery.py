@@ -21,6 +21,7 @@ from collectives.communicator.start import restart, world
 from collectives.diagnosis import finalize, job, loss, record
 from collectives.diagnosis.ending import let_exits_be_losses
 from collectives.diagnosis.hangs import monitor
+from collectives.diagnosis.hangs.losses import without_guesses
 from collectives.diagnosis.job import Job
 from collectives.launcher import ULFM_VARIABLE, is_on
 from collectives.progress.unusable import Freed
@@ -122,4 +123,5 @@ def causes(comm: Communicator, since: int) -> tuple[list[str], int]:
     `since`: the number of this rank's lines that are known. The second value: their number now.
     """
     own = loss.Known.causes[since:]
-    return sorted({cause for each in comm.all_gather_object(own) for cause in each}), since + len(own)
+    told = {cause for each in comm.all_gather_object(own) for cause in each}
+    return without_guesses(told), since + len(own)

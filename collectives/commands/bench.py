@@ -1,6 +1,7 @@
 """`python -m collectives bench`: times every algorithm, the MPI library's own collectives and Gloo; with --codec, the codec."""
 
 import argparse
+import sys
 from contextlib import ExitStack
 from functools import partial
 
@@ -120,8 +121,16 @@ def _measure(comm: Communicator, options: argparse.Namespace) -> CollectivesLaun
         peers, reasons = make_each({PEERS[name].name: partial(PEERS[name], comm, ended) for name in options.peers})
         skipped = [Skipped(*case, name, "private", reason) for name, reason in reasons.items() for case in cases]
         entrants = Entrants(options.memory, list(peers.values()), options.arrays)
+        sizes = options.sizes or parse_sizes(SIZES)
         for operation, dtype in cases:
-            for size in options.sizes or parse_sizes(SIZES):
+            if comm.rank == 0:  # the tables come at the end, after minutes
+                seconds = len(sizes) * len(options.memory) * options.seconds
+                print(
+                    f"measuring {operation} of {dtype}, {len(sizes)} sizes: about {seconds:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            for size in sizes:
                 rows, left_out = measure(comm, operation, size, number_of(dtype), entrants, limits)
                 results += rows
                 skipped += left_out

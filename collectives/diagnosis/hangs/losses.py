@@ -7,7 +7,7 @@ then ends the other ranks, which are not reported as deaths.
 """
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ _CONFIRM_S = 0.3  # one neighbour of a dead rank lets the other one report first
 _NAMED_S = 0.1  # for the report of the rank that ends the job
 _ABORT_S = 5.0  # after another rank has ended the job: this rank ends itself if the launcher has not ended it
 _ORPHAN_CODE = 1
+_GUESS = ", as by os._exit, a signal or a crash"
 _NO_WORDS: Mapping[int, str] = MappingProxyType({})
 
 
@@ -152,10 +153,21 @@ def lost(heard: Sequence[Heard], roster: Roster, how: Mapping[int, str], words: 
         elif words.get(each.rank):
             why[f"{name} {words[each.rank]}"] = (each.rank,)
         else:
-            known = f"; it {how[each.rank]}" if how.get(each.rank) else ", as by os._exit, a signal or a crash"
+            known = f"; it {how[each.rank]}" if how.get(each.rank) else _GUESS
             why[f"{name} has died: its process ended without notice{known}"] = (each.rank,)
     ranks = tuple(sorted({rank for ranks in why.values() for rank in ranks}))
     return Loss(ranks, "\n".join(why), any(each.how is End.SILENCE for each in heard))
+
+
+def without_guesses(causes: Collection[str]) -> list[str]:
+    """What the neighbours of lost ranks have said, in order. Of a rank of which one knows how it ended and another one does not, the
+    first alone: the launcher may have asked the system before the second one did."""
+    known = [cause for cause in causes if _GUESS not in cause]
+    return sorted(
+        cause
+        for cause in causes
+        if cause in known or not any(each.startswith(cause.partition(_GUESS)[0]) for each in known)
+    )
 
 
 def knows_less(rank: int, roster: Roster) -> bool:

@@ -197,3 +197,15 @@ def test_a_firewall_is_suspected_between_hosts_alone() -> None:
     )
     within = losses.unreached([(0, 1)], ROSTER)
     assert "firewall" not in within and "containers that share no /dev/shm" in within
+
+
+def test_who_knows_how_a_rank_ended_speaks_for_those_that_guess() -> None:
+    of_killed, of_crashed = (
+        f"rank {rank} on a (process 7) has died: its process ended without notice" for rank in (1, 11)
+    )
+    guess, known = ", as by os._exit, a signal or a crash", "; it was killed by signal 9 (SIGKILL)"
+    assert losses.without_guesses({of_killed + guess, of_killed + known}) == [of_killed + known]
+    both = [of_killed + known, of_crashed + guess]
+    assert losses.without_guesses(set(both)) == sorted(both)
+    silent = "host2 is silent: it has not answered for 10 s"
+    assert losses.without_guesses([silent, of_crashed + guess]) == [silent, of_crashed + guess]
