@@ -68,8 +68,8 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """Free gathered parameters after forward and gather them again for backward: less memory, more traffic."""
     checkpoint_activations: Literal["none", "block", "attention"] = "none"
-    """Compute activations again in the backward: those of each block (less memory, about a third more time), or of each block's
-    attention alone."""
+    """Compute activations again in the backward: those of each block (less memory for large models, about a third more time), or of
+    each block's attention alone."""
     partition_activations: bool = False
     """With `checkpoint_activations` and `tensor`: if these ranks have the same input of a block or its attention, each keeps a part of
     it. With `sequence` the inputs of blocks are in parts anyway."""
