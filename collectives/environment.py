@@ -1,4 +1,4 @@
-"""Settings in environment variables: switches with the value 0 or 1, choices, times, and the cache folder.
+"""Settings in environment variables: switches with the value 0 or 1, choices, times, and folders.
 
 Other modules read their other variables themselves.
 """
@@ -6,8 +6,10 @@ Other modules read their other variables themselves.
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import gettempdir
 
 SWITCHES = ("MPITRAIN_CUDA_AWARE", "MPITRAIN_DEBUG", "MPITRAIN_PEER_READS", "MPITRAIN_PROGRESS_THREAD")
+USUAL_MEMORY_FOLDER = Path("/dev/shm")
 CHOICES = {**dict.fromkeys(SWITCHES, ("0", "1")), "MPITRAIN_CODEC": ("numpy", "c", "avx2", "avx512")}
 
 
@@ -54,3 +56,9 @@ def cache_folder() -> Path:
     if chosen := os.environ.get("MPITRAIN_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mpitrain")
+
+
+def memory_folder() -> Path:
+    """The folder of the node's shared-memory files: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
+    chosen = os.environ.get("MPITRAIN_SHM_DIR")  # empty: as if it were unset
+    return Path(chosen or (USUAL_MEMORY_FOLDER if USUAL_MEMORY_FOLDER.is_dir() else gettempdir()))

@@ -59,3 +59,24 @@ def age_s(pid: int) -> float:
         return math.inf
     up_s = float(Path("/proc/uptime").read_text().split()[0])
     return up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def loaded_libraries(*names: str) -> list[str]:
+    """The files of loaded libraries whose names begin with one of `names`, also of those that dlopen by name does not find."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if len(line.split(maxsplit=5)) == 6}
+    except OSError:  # not Linux, so there is no CUDA
+        return []
+    return sorted(path for path in paths if os.path.basename(path).startswith(names))
+
+
+def mpi_libraries() -> tuple[str, ...]:
+    """The files of the MPI libraries that are loaded in this process."""
+    return tuple(path for path in loaded_libraries("libmpi") if _is_mpi(path))
+
+
+def _is_mpi(path: str) -> bool:
+    """Whether a library is libmpi.so, libmpich.so or one of Intel's or Cray's names of them, not its Fortran or C++ part."""
+    stem = os.path.basename(path).partition(".so")[0]
+    return stem in ("libmpi", "libmpich", "libmpi_cray", "libmpi_gnu", "libmpi_intel", "libmpi_nvidia", "libmpi_abi")

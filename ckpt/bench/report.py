@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, CheckpointLaunch, ours
 from collectives.bench.kit.launches import alike, median_known, median_ratio
-from collectives.bench.kit.tables import new_table, plural
-from collectives.bench.units import show_seconds
+from collectives.shared.tables import new_table, plural
+from collectives.shared.units import show_seconds
 
 ACTIONS = ("save", "load", "load unverified")
 LEGEND = (

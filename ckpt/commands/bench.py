@@ -7,9 +7,9 @@ import collectives
 from ckpt.bench.report import tables
 from ckpt.bench.results import CheckpointLaunch
 from ckpt.commands.terminal import Commands, UsageError, complain
-from collectives.bench.kit.arguments import add_json, add_report, names_of
-from collectives.bench.units import parse_size
-from collectives.commands.terminal import console, or_usage_error, positive
+from collectives.shared.arguments import add_json, add_report, names_of
+from collectives.shared.terminal import console, or_usage_error, positive
+from collectives.shared.units import parse_size
 
 PEERS = ("posix", "dcp")
 DRIVERS = ("posix", "mpio", "mpio-collective")

@@ -25,7 +25,7 @@ from ckpt.format.manifest import FILE_NAME
 from ckpt.storage.catalog import folder_of_checkpoints, latest, list_checkpoints, reason_to_keep
 from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import Place
-from collectives.commands.terminal import positive
+from collectives.shared.terminal import positive
 
 
 class _CleanupStep(NamedTuple):

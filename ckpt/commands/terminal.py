@@ -16,8 +16,8 @@ import collectives
 from ckpt.storage.places import Place, place_of
 from ckpt.storage.progress import Progress, no_progress
 from ckpt.storage.remote import Url
-from collectives.commands.terminal import Commands as Commands
-from collectives.commands.terminal import UsageError as UsageError
+from collectives.shared.terminal import Commands as Commands
+from collectives.shared.terminal import UsageError as UsageError
 from collectives.texts import shown, without_secrets
 
 

@@ -8,12 +8,12 @@ import numpy as np
 from rich.console import RenderableType
 
 from collectives.bench.kit.launches import Launch
-from collectives.bench.kit.tables import new_table
 from collectives.bench.kit.turns import Seconds, slowest, take_turns, timed
 from collectives.codec.choice import available
 from collectives.codec.formats import FORMATS, Codec, Format
 from collectives.communicator.communicator import Communicator
 from collectives.selection.wire import load_codec
+from collectives.shared.tables import new_table
 from collectives.texts import show_bytes
 
 LINK_BYTES_PER_S = 125e6  # 1 Gbit/s, the link for which the saved time is computed

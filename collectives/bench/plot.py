@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import ceil
 
-from collectives.bench.kit.pictures import new_figure
 from collectives.bench.results import GLOO, RAW, CollectivesLaunch
+from collectives.shared.pictures import new_figure
 from collectives.texts import show_bytes
 
 

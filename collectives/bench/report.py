@@ -10,8 +10,8 @@ from typing import NamedTuple
 from rich.table import Table
 
 from collectives.bench.kit.launches import alike, median_ratio
-from collectives.bench.kit.tables import markdown_table, new_table, plural
 from collectives.bench.results import GLOO, RAW, CallOverhead, CollectivesLaunch, Measurement
+from collectives.shared.tables import markdown_table, new_table, plural
 from collectives.texts import show_bytes
 
 HEADINGS = ("size", "auto µs", "busbw GB/s", "MPI / auto", "Gloo / auto", "best fixed", "auto / best")

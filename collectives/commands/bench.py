@@ -10,7 +10,6 @@ from collectives.arrays.dtypes import TABLE, number_of
 from collectives.bench import codec
 from collectives.bench.calls import Entrants
 from collectives.bench.gloo import Gloo
-from collectives.bench.kit.arguments import add_json, add_plot, names_of, positive_seconds
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.turns import make_each
 from collectives.bench.overhead import overhead
@@ -20,12 +19,13 @@ from collectives.bench.plot import plot
 from collectives.bench.results import CollectivesLaunch, Measurement, Skipped
 from collectives.bench.show import tables
 from collectives.bench.timing import LEAST_ROUNDS, Limits, measure
-from collectives.bench.units import parse_sizes
 from collectives.codec.formats import FORMATS
-from collectives.commands.terminal import Commands, UsageError, or_usage_error, positive, several_ranks
 from collectives.communicator.communicator import Communicator
 from collectives.selection.selector import ALGORITHMS, EXACT
 from collectives.selection.wire import AUTO
+from collectives.shared.arguments import add_json, add_plot, names_of, positive_seconds
+from collectives.shared.terminal import Commands, UsageError, or_usage_error, positive, several_ranks
+from collectives.shared.units import parse_sizes
 
 ARRAYS = ("numpy", "torch")
 PEERS: dict[str, type[Peer]] = {"mpi": PlainMpi, "gloo": Gloo}

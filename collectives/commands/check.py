@@ -7,11 +7,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from collectives.bench.units import parse_counts, show_counts
-from collectives.commands.terminal import Commands, or_usage_error, print_once
 from collectives.schedules import BUILDERS, PIPELINED, ROOTED, TWO_LEVEL, Setup
 from collectives.schedules.check import EXACT_RANKS, ScheduleError, check, setups
 from collectives.schedules.schedule import Cost
+from collectives.shared.terminal import Commands, or_usage_error, print_once
+from collectives.shared.units import parse_counts, show_counts
 
 DEFAULT_RANKS = "1..64,100,256,1000,4096"
 # Limits on size x rounds of an algorithm, by default and with --ranks: rings of thousands of ranks have millions of messages.

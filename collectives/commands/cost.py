@@ -10,13 +10,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from collectives.bench.kit.arguments import add_json, add_plot
-from collectives.bench.units import parse_bandwidth, parse_seconds, parse_sizes, show_seconds
 from collectives.commands.plot import draw
-from collectives.commands.terminal import Commands, UsageError, or_usage_error, positive, print_once
 from collectives.launcher import launched_rank
 from collectives.schedules import BUILDERS
 from collectives.schedules.cost import Network, Price, prices
+from collectives.shared.arguments import add_json, add_plot
+from collectives.shared.terminal import Commands, UsageError, or_usage_error, positive, print_once
+from collectives.shared.units import parse_bandwidth, parse_seconds, parse_sizes, show_seconds
 from collectives.texts import show_bytes
 
 MAX_RANKS = 1 << 14  # for more ranks the computation of all messages would take minutes

@@ -10,9 +10,9 @@ from rich.text import Text
 
 import collectives
 from collectives.arrays.dtypes import MOVED, TABLE
-from collectives.commands.terminal import Commands, console
 from collectives.selection.selector import ALGORITHMS
 from collectives.selection.wire import load_codec
+from collectives.shared.terminal import Commands, console
 from collectives.texts import show_bytes
 from collectives.version import release
 
@@ -26,11 +26,12 @@ def run(options: argparse.Namespace) -> int:
     """Show the table: under mpirun for all ranks, else for this process."""
     # Before the modules that import mpi4py, so that it says what is wrong with the MPI library.
     comm = collectives.world()
+    from collectives.environment import memory_folder
     from collectives.transports import mpi
     from collectives.transports.gpu import cuda
     from collectives.transports.node import memory
 
-    folder = memory.folder()
+    folder = memory_folder()
     codecs = dict.fromkeys(comm.all_gather_object(load_codec(comm.node)[:2]))
     nodes: dict[str, int] = {}
     for name in comm.all_gather_object(os.uname().nodename):

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from collectives.bench.kit.pictures import new_figure
-from collectives.bench.units import show_seconds
-from collectives.commands.terminal import UsageError
+from collectives.shared.pictures import new_figure
+from collectives.shared.terminal import UsageError
+from collectives.shared.units import show_seconds
 from collectives.texts import show_bytes
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from collectives.bench.kit.launches import alike
 from collectives.bench.report import LEGEND, heading, markdown, sections
 from collectives.bench.results import CollectivesLaunch
-from collectives.commands.terminal import Commands, UsageError, print_once
+from collectives.shared.terminal import Commands, UsageError, print_once
 
 
 def add_parser(commands: Commands) -> None:

@@ -7,16 +7,16 @@ from pathlib import Path
 from rich.table import Table as Shown
 from rich.text import Text
 
-from collectives.bench.kit.arguments import names_of, positive_seconds
 from collectives.bench.kit.running import writable
-from collectives.bench.kit.tables import new_table, plural
 from collectives.bench.tuning import CLEARLY, QUICK_SIZES, SIZES, tune
-from collectives.bench.units import parse_sizes
-from collectives.commands.terminal import Commands, UsageError, or_usage_error, print_once, several_ranks
 from collectives.communicator.communicator import Communicator
 from collectives.selection import table_cache
 from collectives.selection.selector import ALGORITHMS
 from collectives.selection.table import Table, TableEntry
+from collectives.shared.arguments import names_of, positive_seconds
+from collectives.shared.tables import new_table, plural
+from collectives.shared.terminal import Commands, UsageError, or_usage_error, print_once, several_ranks
+from collectives.shared.units import parse_sizes
 from collectives.texts import show_bytes
 
 SECONDS, QUICK_SECONDS = 90.0, 20.0

@@ -6,7 +6,7 @@ sources.
 
 from typing import NamedTuple
 
-from collectives.bench.kit.tables import markdown_table
+from collectives.shared.tables import markdown_table
 
 
 class Variable(NamedTuple):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.arrays.buffer import Buffer
-from collectives.communicator.call import Call
 from collectives.communicator.group import Group, WaitingCall
 from collectives.communicator.messages import Messages
 from collectives.communicator.operations import Collectives
 from collectives.selection.selector import UNENCODED
+from collectives.transports.call import Call
 from collectives.transports.message import Message
 
 if TYPE_CHECKING:  # this import starts MPI

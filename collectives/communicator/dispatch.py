@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from collectives.communicator import unfinished
-from collectives.communicator.call import Call
 from collectives.communicator.group import Groups
 from collectives.communicator.plans import Plan, Plans, key_of
 from collectives.communicator.transports import Transports
@@ -16,8 +15,10 @@ from collectives.diagnosis.record import Entry
 from collectives.diagnosis.recorder import Recorder
 from collectives.diagnosis.stacks import issued_here
 from collectives.progress.issued import Posted
+from collectives.progress.on_stream import OnStream
 from collectives.progress.queue import AsyncQueue
 from collectives.progress.work import Work
+from collectives.transports.call import Call
 from collectives.transports.node.posted import Post
 from collectives.transports.node.shared import Shared
 
@@ -92,7 +93,7 @@ class Dispatch:
             group.add(call, partial(carry_out, self), result)
             return result
         if on_device:
-            return self.devices.issue(partial(carry_out, self))
+            return OnStream(*self.devices.issue(partial(carry_out, self)))
         call.async_op = True
         if post is not None and (work := self._posted(call, post)) is not None:
             return work

@@ -6,10 +6,10 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 from collectives.arrays.buffer import is_jax
-from collectives.communicator.call import Call
 from collectives.diagnosis.record import Log
 from collectives.diagnosis.stacks import Site, issued_here
 from collectives.diagnosis.threads import refusal
+from collectives.transports.call import Call
 from collectives.transports.message import Message
 
 

@@ -25,10 +25,10 @@ from collectives.communicator.arguments import (
     overlap,
     rank_of,
 )
-from collectives.communicator.call import Call
 from collectives.communicator.dispatch import DONE, Dispatch
 from collectives.progress.work import Ended, Work
 from collectives.selection.selector import WITHIN_NODE
+from collectives.transports.call import Call
 from collectives.transports.node.posted import Post
 from collectives.transports.node.shared import Shared
 from collectives.transports.runs import Exchange, Runs

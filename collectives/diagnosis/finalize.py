@@ -82,9 +82,9 @@ def may_stand_still() -> bool:
 
 def _no_barrier() -> ctypes.c_bool | None:
     """Open MPI's setting async_mpi_finalize: whether MPI_Finalize has no barrier. None for a library without it."""
-    from collectives.diagnosis.installation import mpi_paths
+    from collectives.processes import mpi_libraries
 
-    for path in mpi_paths():
+    for path in mpi_libraries():
         with suppress(OSError, ValueError):
             return ctypes.c_bool.in_dll(ctypes.CDLL(path), "ompi_async_mpi_finalize")
     return None

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import collectives
-from collectives.bench.kit.tables import markdown_table
-from collectives.commands.terminal import positive
+from collectives.shared.tables import markdown_table
+from collectives.shared.terminal import positive
 from mpitrain.chaos import checkout
 
 _EPILOG = """\

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from collectives import Communicator
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.turns import make_each
-from collectives.commands.terminal import console
+from collectives.shared.terminal import console
 from mpitrain.bench.options import parse
 from mpitrain.bench.plot import plot
 from mpitrain.bench.report import tables

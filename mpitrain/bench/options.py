@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from collectives.bench.kit.arguments import add_json, add_plot, add_report, names_of
-from collectives.commands.terminal import positive
+from collectives.shared.arguments import add_json, add_plot, add_report, names_of
+from collectives.shared.terminal import positive
 from mpitrain.bench.results import Case
 from mpitrain.stages.schedules import SCHEDULES
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from collectives.bench.kit.launches import alike
-from collectives.bench.kit.pictures import new_figure
+from collectives.shared.pictures import new_figure
 from mpitrain.bench.report import PHASES, cases, heading, merged
 from mpitrain.bench.results import TrainingLaunch
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from collectives.bench.kit.launches import alike, median_known, median_ratio
-from collectives.bench.kit.tables import new_table, plural
+from collectives.shared.tables import new_table, plural
 from mpitrain.bench.options import OURS, PEERS, PIPELINES, SEQUENCE, TENSOR
 from mpitrain.bench.results import Case, HookOverhead, Phases, StepRow, TrainingLaunch
 

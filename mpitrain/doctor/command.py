@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import collectives
-from collectives.bench.units import parse_size
-from collectives.commands.terminal import console, or_usage_error
 from collectives.environment import checked_seconds
 from collectives.launcher import launched_size
+from collectives.shared.terminal import console, or_usage_error
+from collectives.shared.units import parse_size
 from mpitrain.config import Config
 from mpitrain.doctor.beforehand import LIMIT_S, Beforehand
 from mpitrain.doctor.checks import CHECKS, Options

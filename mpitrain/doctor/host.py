@@ -16,8 +16,8 @@ from uuid import uuid4
 import xxhash
 
 from collectives.cgroup import groups_of, smallest_limit
+from collectives.environment import memory_folder
 from collectives.files import open_new
-from collectives.transports.node import memory
 from mpitrain.doctor import remains
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
 from mpitrain.plan.measuring.memory import node_bytes
@@ -46,7 +46,7 @@ def most_memory() -> Most:
 
 
 def node_memory() -> Memory:
-    folder = memory.folder()
+    folder = memory_folder()
     total = free = 0
     failure = ""
     try:

@@ -17,7 +17,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
-from collectives.diagnosis.installation import mpi_facts
+from collectives.commands.installation import mpi_facts
 from collectives.launcher import ULFM_VARIABLE, environment_of_program, launcher_name
 from mpitrain.doctor import ranks
 from mpitrain.doctor.beforehand import existing

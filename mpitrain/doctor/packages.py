@@ -154,7 +154,7 @@ def _hdf5() -> Hdf5:
     comm = collectives.world()
     reason = mpio.mpio_error(comm.mpi) or ""
     version, library = mpio.versions()
-    from collectives.diagnosis.installation import mpi_facts
+    from collectives.commands.installation import mpi_facts
 
     save_failure = ""
     if not reason:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
-from collectives.transports.node import memory
+from collectives.environment import memory_folder
 from mpitrain.elastic.copies.folders import own_folders
 from mpitrain.elastic.copies.holding import locked
 from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, PREFIX, VARIABLES
@@ -79,7 +79,7 @@ def unused_files() -> list[Path]:
     known = re.compile(r"mpitrain-(\d+)-[0-9a-f]{32}|(?:vader|sm)_segment\..*|psm[23]?_shm.*|mpich_shar_tmp.*")
     candidates, folders = [], []
     with suppress(OSError):
-        for entry in os.scandir(memory.folder()):
+        for entry in os.scandir(memory_folder()):
             with suppress(OSError):
                 its, name = entry.stat(follow_symlinks=False), known.fullmatch(entry.name)
                 if name is None or its.st_uid != os.getuid() or time.time() - its.st_mtime <= _LEFT_S:

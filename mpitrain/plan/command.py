@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from collectives import is_live_terminal
-from collectives.bench.kit.pictures import need_matplotlib
+from collectives.shared.pictures import need_matplotlib
 from mpitrain.plan import layout as layouts
 from mpitrain.plan import machine as machines
 from mpitrain.plan import report, settings

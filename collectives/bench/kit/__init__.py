@@ -6,7 +6,7 @@ all contestants in each round of one job, in random order, so that a disturbance
 slowest rank's seconds, `spread` the median over the rounds (turns.py).
 
 A `Launch` is a dataclass of all figures of one job, stored as a JSON file. A report on several launches shows medians of figures, and
-medians of ratios that were computed within each launch (launches.py), in tables (tables.py) and pictures (pictures.py).
+medians of ratios that were computed within each launch (launches.py), in tables and pictures (collectives/shared/).
 
-`measure_and_show` runs a command: it checks that the files can be written, measures, writes and prints (running.py). arguments.py has
-the common arguments. torch_group.py starts torch.distributed for the peers that need it."""
+`measure_and_show` runs a command: it checks that the files can be written, measures, writes and prints (running.py).
+torch_group.py starts torch.distributed for the peers that need it."""

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
-from collectives.bench.kit.tables import plural
 from collectives.communicator.communicator import Communicator
+from collectives.shared.tables import plural
 
 K = TypeVar("K", bound=Hashable)
 L = TypeVar("L", bound="Launch")

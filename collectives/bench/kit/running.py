@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.console import RenderableType
 
 from collectives.bench.kit.launches import L
-from collectives.bench.kit.pictures import need_matplotlib
-from collectives.commands.terminal import console
 from collectives.communicator.communicator import Communicator
+from collectives.shared.pictures import need_matplotlib
+from collectives.shared.terminal import console
 
 
 def measure_and_show(

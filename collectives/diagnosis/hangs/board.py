@@ -23,8 +23,8 @@ from collectives import cgroup
 from collectives.diagnosis import dump
 from collectives.diagnosis.hangs import process
 from collectives.diagnosis.job import keep
+from collectives.environment import memory_folder
 from collectives.files import open_new
-from collectives.transports.node.memory import folder
 
 _PAGE = 4096
 _STACKS_BYTES = 1 << 20  # for each rank; memory is used only where stacks were written
@@ -65,7 +65,7 @@ class Board:
         node = keep(mpi.Split_type(MPI.COMM_TYPE_SHARED, key=mpi.rank))
         self._ranks = node.allgather(mpi.rank)
         self._mine = node.rank
-        path = node.bcast(str(folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"))
+        path = node.bcast(str(memory_folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"))
         with suppress(OSError):
             if node.rank == 0:
                 self._fd = open_new(path, 0o600)

@@ -21,6 +21,7 @@ from collectives.diagnosis.ring import handshake
 from collectives.diagnosis.ring.addresses import family_of
 from collectives.diagnosis.ring.handshake import Words
 from collectives.diagnosis.ring.links import HANDSHAKE_S, PAUSE_S, Link, Place, is_of_this_user, made_ready, short_path
+from collectives.environment import memory_folder
 
 _NUM_PENDING, _PART_OF_FILES = 256, 8
 """The most connections in the handshake of all listeners, and the part of the process's open files that they may be. Of more the
@@ -46,14 +47,12 @@ class Listener:
 
     def _listen_here(self) -> str:
         """Listen on a unix socket; returns its path, or "" if there is none."""
-        from collectives.transports.node.memory import folder  # which imports this package
-
         name = f"mpitrain-{os.getpid()}-{secrets.token_hex(16)}"
         with suppress(OSError):
             listener = socket.socket(socket.AF_UNIX)
             self._sockets.append(listener)
             try:
-                path = folder() / name
+                path = memory_folder() / name
                 path.mkdir(0o700)
                 self._folder = path
                 with short_path(path / "ring") as short:

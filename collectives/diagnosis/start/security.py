@@ -42,9 +42,9 @@ def lacks_munge(environ: MutableMapping[str, str]) -> bool:
 def _libraries(environ: MutableMapping[str, str]) -> Iterable[Path]:
     """The MPI library: the loaded one, else the first that mpi4py will find. Empty if mpi4py was built for one library."""
     if "mpi4py.MPI" in sys.modules:
-        from collectives.diagnosis.installation import mpi_paths
+        from collectives.processes import mpi_libraries
 
-        return [Path(path).resolve() for path in mpi_paths()]
+        return [Path(path).resolve() for path in mpi_libraries()]
     spec = importlib.util.find_spec("mpi4py")
     if spec is None or not any(Path(folder, "_mpiabi.py").exists() for folder in spec.submodule_search_locations or ()):
         return []

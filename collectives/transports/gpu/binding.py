@@ -19,6 +19,7 @@ import numpy as np
 
 from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import DType
+from collectives.processes import loaded_libraries
 from collectives.transports.gpu.kernels import CupyKernels, place
 
 _log = logging.getLogger("collectives")
@@ -274,16 +275,6 @@ def _advice(cuda: int | None) -> str:
 def library_path() -> str:
     """The file of the NCCL library that this process has loaded; empty without one."""
     return next(iter(loaded_libraries("libnccl.so")), "")
-
-
-def loaded_libraries(*names: str) -> list[str]:
-    """The files of loaded libraries whose names begin with one of `names`, also of those that dlopen by name does not find."""
-    try:
-        with open("/proc/self/maps") as maps:
-            paths = {line.split(maxsplit=5)[5].strip() for line in maps if len(line.split(maxsplit=5)) == 6}
-    except OSError:  # not Linux, so there is no CUDA
-        return []
-    return sorted(path for path in paths if os.path.basename(path).startswith(names))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from collectives.arrays.devices import LEGACY_STREAM, DeviceArray
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import mpi_agrees
 from collectives.environment import switch
+from collectives.processes import loaded_libraries
 from collectives.transports.gpu import binding
 from collectives.transports.gpu.kernels import kernels_of, place
 from collectives.transports.gpu.lane import lane_of
@@ -40,7 +41,7 @@ def support() -> Support:
     from mpi4py import MPI
 
     assert MPI.Is_initialized()
-    paths = binding.loaded_libraries("libmpi", "libmpich")  # dlopen by name does not find mpi4py's libraries
+    paths = loaded_libraries("libmpi", "libmpich")  # dlopen by name does not find mpi4py's libraries
 
     def find(name: str) -> Any:
         functions = (getattr(ctypes.CDLL(path), name, None) for path in paths)

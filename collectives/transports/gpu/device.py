@@ -14,12 +14,11 @@ import numpy as np
 from collectives.arrays.buffer import Buffer
 from collectives.arrays.devices import DeviceArray, say_once
 from collectives.arrays.dtypes import DType
-from collectives.communicator.call import Call
 from collectives.diagnosis.record import Log
 from collectives.diagnosis.recorder import Recorder
-from collectives.progress.work import Work
 from collectives.schedules import BUILDERS
 from collectives.selection.selector import EXACT, Placement, obstacle, schedule_by_rule
+from collectives.transports.call import Call
 from collectives.transports.executor import Executor
 from collectives.transports.gpu import cuda, device_messages, watch
 from collectives.transports.gpu.binding import NcclUnavailableError
@@ -129,12 +128,15 @@ class Devices:
                     getattr(self._transport(chosen), operation)(*views, *arguments, *reduction)
         return True
 
-    def issue(self, operation: Callable[[], Any]) -> Work:
-        """Start `operation`, a collective on arrays in GPU memory, at once; with NCCL it runs asynchronously on NCCL's stream."""
+    def issue(self, operation: Callable[[], Any]) -> tuple[Any, list[tuple[Handle, Buffer]]]:
+        """Start `operation`, a collective on arrays in GPU memory, at once; with NCCL it runs asynchronously on NCCL's stream.
+
+        Returns its result, and the handles of what NCCL carries out, each with an array: see progress/on_stream.py.
+        """
         self._handles = []
         try:
             result = operation()
-            return OnStream(result, self._handles)
+            return result, self._handles
         finally:
             self._handles = None
 
@@ -269,21 +271,3 @@ connected = Connected()
 
 def _is_schedule(operation: str, algorithm: str) -> bool:
     return algorithm in BUILDERS[operation] and algorithm != "two_level"
-
-
-class OnStream(Work):
-    """An operation on NCCL's stream. Each `wait()` makes the current stream, not the host, wait for it.
-
-    `handles`: each with an array whose library has the current stream, which may be another one at each `wait()`.
-    """
-
-    def __init__(self, result: Any, handles: Sequence[tuple[Handle, Buffer]]) -> None:
-        super().__init__()
-        self._result, self._handles = result, handles
-
-    def done(self) -> bool:
-        return all(handle.done() for handle, _ in self._handles)
-
-    def _finish(self) -> None:
-        for handle, array in self._handles:
-            handle.wait(array.current_stream())

@@ -16,7 +16,6 @@ import mmap
 import os
 from contextlib import suppress
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 from uuid import uuid4
 
@@ -25,6 +24,7 @@ import numpy as np
 from collectives.arrays.buffer import address_of
 from collectives.cgroup import ENDLESS, MORE_MEMORY
 from collectives.diagnosis.together import together
+from collectives.environment import USUAL_MEMORY_FOLDER, memory_folder
 from collectives.files import open_new
 from collectives.texts import show_bytes
 from collectives.transports.node import anonymous, mappings
@@ -34,19 +34,12 @@ _ALIGN = mmap.PAGESIZE
 _UNCHECKED_BYTES = 1 << 26  # to read what memory is available takes as long as to allocate some MiB
 _log = logging.getLogger("collectives")
 
-_USUAL = Path("/dev/shm")
 _LARGER = "make it larger, or set MPITRAIN_SHM_DIR to a folder in memory that has more"
 OTHER_FOLDER = "set MPITRAIN_SHM_DIR to a folder in memory that this user may write to"
 
 
-def folder() -> Path:
-    """The folder of the shared-memory files: MPITRAIN_SHM_DIR, else /dev/shm, else the folder for temporary files."""
-    chosen = os.environ.get("MPITRAIN_SHM_DIR")  # empty: as if it were unset
-    return Path(chosen or (_USUAL if _USUAL.is_dir() else gettempdir()))
-
-
 def room() -> int:
-    """The bytes that this process can still put into `folder`: 0 if it cannot make a file there, and no more than it may take."""
+    """The bytes that this process can put into `memory_folder`: 0 if it cannot make a file there, and no more than it may take."""
     return min(free_in_folder(), anonymous.available_bytes())
 
 
@@ -54,20 +47,20 @@ def remedy(nbytes: int) -> str:
     """What a user may do who lacks room for `nbytes`."""
     if anonymous.available_bytes() < nbytes:
         return MORE_MEMORY
-    if not os.path.isdir(folder()):
+    if not os.path.isdir(memory_folder()):
         return "it is no folder: let MPITRAIN_SHM_DIR name one in memory that this user may write to, or unset it"
     return _LARGER if _is_usable() else OTHER_FOLDER
 
 
 def _is_usable() -> bool:
-    """Whether this process can make files in `folder`. In a read-only file system it cannot."""
-    return os.access(folder(), os.W_OK | os.X_OK)
+    """Whether this process can make files in `memory_folder`. In a read-only file system it cannot."""
+    return os.access(memory_folder(), os.W_OK | os.X_OK)
 
 
 def free_in_folder() -> int:
-    """The bytes that are free in `folder`, whatever memory there is; 0 if this process cannot make a file there."""
+    """The bytes that are free in `memory_folder`, whatever memory there is; 0 if this process cannot make a file there."""
     try:
-        there = os.statvfs(folder())
+        there = os.statvfs(memory_folder())
     except OSError:
         return 0
     if not _is_usable():
@@ -108,7 +101,7 @@ class NodeMemory:
     def check_room(self, nbytes: int) -> None:
         """OSError on all ranks if now there is neither room for `nbytes` in the folder nor anonymous memory. Collective."""
         if self.size > 1 and self._mpi.bcast(free_in_folder() < nbytes):
-            self._map_anonymous(1, f"{folder()} has too little room for {show_bytes(nbytes)}; {remedy(nbytes)}")
+            self._map_anonymous(1, f"{memory_folder()} has too little room for {show_bytes(nbytes)}; {remedy(nbytes)}")
 
     def _map(self, nbytes: int, stride: int, *, or_anonymous: bool) -> np.ndarray:
         length = max(nbytes, 1)
@@ -119,9 +112,11 @@ class NodeMemory:
             return self._add(mapping, stride)
         try:
             mapping = self._map_file(length, nbytes)
-            if not os.environ.get("MPITRAIN_SHM_DIR") and folder() != _USUAL:
-                why = f"there is no {_USUAL}; this folder may be on a disk, which is slower: {OTHER_FOLDER}"
-                say_short(self._mpi.rank, f"node memory lies in {folder()}", why)
+            if not os.environ.get("MPITRAIN_SHM_DIR") and memory_folder() != USUAL_MEMORY_FOLDER:
+                why = (
+                    f"there is no {USUAL_MEMORY_FOLDER}; this folder may be on a disk, which is slower: {OTHER_FOLDER}"
+                )
+                say_short(self._mpi.rank, f"node memory lies in {memory_folder()}", why)
         except OSError as error:  # on all ranks
             if not or_anonymous or isinstance(error, anonymous.ShortOfMemoryError):
                 raise
@@ -132,7 +127,7 @@ class NodeMemory:
     def _map_file(self, length: int, nbytes: int) -> mmap.mmap:
         """Map a new file of the folder. `nbytes`: what was asked for. OSError on all ranks if it has no room, or cannot be made."""
         mpi = self._mpi
-        proposal = folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"
+        proposal = memory_folder() / f"mpitrain-{os.getpid()}-{uuid4().hex}"
         path, length_0 = mpi.bcast((str(proposal), length))
         fd = -1
         try:

@@ -11,9 +11,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.bench.kit.arguments import names_of, positive_seconds
-from collectives.bench.kit.tables import markdown_table, plural
-from collectives.commands.terminal import positive
+from collectives.shared.arguments import names_of, positive_seconds
+from collectives.shared.tables import markdown_table, plural
+from collectives.shared.terminal import positive
 from mpitrain.bench.bits.cases import CASES, HOSTS, KILLED, MODELS, RESUMED, SETTINGS
 from mpitrain.bench.bits.runs import FailedError, difference, launch, train
 from mpitrain.bench.options import Parser

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from collectives.bench.kit.arguments import names_of
-from collectives.bench.kit.tables import markdown_table
 from collectives.bench.kit.turns import drawn_order
-from collectives.commands.terminal import positive
+from collectives.shared.arguments import names_of
+from collectives.shared.tables import markdown_table
+from collectives.shared.terminal import positive
 from mpitrain.bench.data import samples, waiting
 from mpitrain.bench.data.readers import READERS
 from mpitrain.config import DataConfig

@@ -5,9 +5,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from collectives.bench.kit.arguments import names_of
-from collectives.bench.kit.tables import markdown_table
-from collectives.commands.terminal import positive
+from collectives.shared.arguments import names_of
+from collectives.shared.tables import markdown_table
+from collectives.shared.terminal import positive
 from mpitrain.bench.monitoring import pages, sinks
 
 

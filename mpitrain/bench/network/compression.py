@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from collectives.bench.kit.tables import markdown_table
 from collectives.bench.kit.torch_group import torch_group
 from collectives.bench.kit.turns import CannotTakePart, Seconds, make_each, slowest, spread, take_turns, timed
-from collectives.commands.terminal import positive
+from collectives.shared.tables import markdown_table
+from collectives.shared.terminal import positive
 from mpitrain.bench.options import Parser
 from mpitrain.config import ParallelConfig
 from mpitrain.models import GPT, GPTConfig

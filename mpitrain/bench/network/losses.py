@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import collectives
 from collectives import Communicator
-from collectives.bench.kit.arguments import names_of
-from collectives.commands.terminal import console, positive
+from collectives.shared.arguments import names_of
+from collectives.shared.terminal import console, positive
 from mpitrain.bench.network.cards import sent_bytes
 from mpitrain.bench.network.results import LossesLaunch, LossRun, loss_tables, settings_of
 from mpitrain.bench.options import Parser

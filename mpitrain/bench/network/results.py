@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from collectives.bench.kit.launches import Launch
-from collectives.bench.kit.tables import new_table
+from collectives.shared.tables import new_table
 from mpitrain.bench.results import Case
 
 EXACT = "fp32"

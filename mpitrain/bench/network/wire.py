@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collectives import Communicator, network_bytes
-from collectives.bench.kit.arguments import add_json, names_of
 from collectives.bench.kit.running import writable
 from collectives.bench.kit.turns import Seconds, mean_rank, slowest, spread, take_turns
 from collectives.codec.choice import chosen
 from collectives.codec.formats import FORMATS
-from collectives.commands.terminal import console, positive
+from collectives.shared.arguments import add_json, names_of
+from collectives.shared.terminal import console, positive
 from mpitrain.bench.network.cards import sent_bytes
 from mpitrain.bench.network.results import EXACT, WireLaunch, WireRow, wire_tables
 from mpitrain.bench.options import Parser, parse_shapes

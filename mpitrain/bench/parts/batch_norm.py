@@ -11,7 +11,7 @@ from torch import nn
 from collectives import Communicator
 from collectives.bench.gloo import Gloo
 from collectives.bench.kit.turns import slowest, spread, take_turns
-from collectives.commands.terminal import positive
+from collectives.shared.terminal import positive
 from mpitrain.batch_norm import SyncBatchNorm
 from mpitrain.bench.options import Parser
 from mpitrain.bench.parts.timed_call import TimedCall

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from collectives import Communicator
-from collectives.bench.kit.tables import markdown_table
 from collectives.bench.kit.turns import slowest, spread, take_turns
-from collectives.commands.terminal import positive
+from collectives.shared.tables import markdown_table
+from collectives.shared.terminal import positive
 from mpitrain.bench.options import Parser
 from mpitrain.bench.parts.timed_call import TimedCall
 

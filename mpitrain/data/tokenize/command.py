@@ -9,7 +9,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from collectives import Communicator
-from collectives.commands.terminal import positive
+from collectives.shared.terminal import positive
 from mpitrain.config import Config, ConfigError, parse
 
 USAGE = """usage: mpirun -np N python -m mpitrain tokenize --data.path SHARDS --data.tokenizer FILE --out DIR [settings]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from collectives.bench.units import show_seconds
+from collectives.shared.units import show_seconds
 from mpitrain.doctor.findings import Finding, Level, names, ok
 from mpitrain.doctor.network import Clock, Link, Reach
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from collectives.transports.node.memory import OTHER_FOLDER, folder
+from collectives.environment import memory_folder
+from collectives.transports.node.memory import OTHER_FOLDER
 
 _NUM_NAMES = 8
 
@@ -31,8 +32,8 @@ def own_folder() -> Path:
         if _is_own(path):
             return path
     raise PermissionError(
-        f"{folder()}/mpitrain-{os.getuid()}, and {_NUM_NAMES - 1} more names for the copies of the state, are there; expected folders "
-        "of this user with mode 0700: remove them, or choose another folder in memory by MPITRAIN_SHM_DIR"
+        f"{memory_folder()}/mpitrain-{os.getuid()}, and {_NUM_NAMES - 1} more names for the copies of the state, are there; expected "
+        "folders of this user with mode 0700: remove them, or choose another folder in memory by MPITRAIN_SHM_DIR"
     )
 
 
@@ -73,7 +74,7 @@ def tidy() -> None:
 
 
 def _names(begin: str = "mpitrain", place: Path | None = None) -> list[Path]:
-    first = (place or folder()) / f"{begin}-{os.getuid()}"
+    first = (place or memory_folder()) / f"{begin}-{os.getuid()}"
     return [first, *(first.with_name(f"{first.name}.{number}") for number in range(1, _NUM_NAMES))]
 
 

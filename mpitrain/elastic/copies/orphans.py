@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from collectives.transports.node.memory import folder
+from collectives.environment import memory_folder
 from mpitrain.elastic.copies.folders import files_in_own_folders, tidy
 from mpitrain.elastic.copies.holding import HELD, alone, files_of_holders, unheld
 
@@ -64,7 +64,7 @@ def _files(user: int) -> Iterator[tuple[Path, tuple[Path, ...]]]:
     for path in files_in_own_folders("copy-*-*"):
         yield path, files_of_holders(path.name.split("-")[1])
     # Of an earlier version, which had them all in the folder for all users.
-    for path in sorted(folder().glob(f"mpitrain-copy-{user}-*")):
+    for path in sorted(memory_folder().glob(f"mpitrain-copy-{user}-*")):
         run = path.name.split("-")[3]
         yield path, (path.with_name(f"mpitrain-copy-{user}-{run}-{HELD}"),)
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from ckpt.tensors import inspect
 from collectives import Communicator
+from collectives.environment import memory_folder
 from collectives.texts import show_bytes
-from collectives.transports.node.memory import folder, remedy, room
+from collectives.transports.node.memory import remedy, room
 from mpitrain.elastic.copies.files import (
     CopyFile,
     Header,
@@ -89,7 +90,7 @@ class Copies:
         with self._comm.together():
             if needed > (free := room()):
                 raise OSError(
-                    f"expected {show_bytes(int(needed))} of node memory in {folder()}, and {show_bytes(free)} are free: "
+                    f"expected {show_bytes(int(needed))} of node memory in {memory_folder()}, and {show_bytes(free)} are free: "
                     f"{remedy(int(needed))}"
                 )
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from ckpt.check.comparing import TensorDifference
 from ckpt.commands.diff import meta_line, tensor_table
 from ckpt.commands.terminal import index_text, new_table
-from collectives.commands.terminal import console
+from collectives.shared.terminal import console
 from collectives.texts import shown
 from mpitrain.monitor.diff.checkpoints import CheckpointDifference
 from mpitrain.monitor.diff.conditions import Condition

@@ -8,7 +8,7 @@ this step computed and communicated.
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from collectives.bench.kit.tables import plural
+from collectives.shared.tables import plural
 from mpitrain.config import Config, ConfigError, check_ranks, parse
 from mpitrain.monitor.profile.fitting import Figures, fitted, layout_of
 from mpitrain.plan.footprint import footprint

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from rich.console import Console, RenderableType
 
 from collectives import Communicator
-from collectives.commands.terminal import console, positive
+from collectives.shared.terminal import console, positive
 from collectives.texts import shown
 from mpitrain.config import Config, ConfigError, TrainConfig, check_ranks, parse
 from mpitrain.monitor.adding import Added, import_modules

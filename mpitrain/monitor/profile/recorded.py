@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from rich.console import RenderableType
 
-from collectives.bench.kit.tables import plural
+from collectives.shared.tables import plural
 from mpitrain.config import Config, of_run
 from mpitrain.files import read
 from mpitrain.monitor.profile.advice import Advised, advised

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from collectives.bench.kit.tables import new_table, plural
+from collectives.shared.tables import new_table, plural
 from collectives.texts import shown
 from mpitrain.monitor.profile.memory_kinds import KINDS as MEMORY_KINDS
 from mpitrain.monitor.profile.memory_kinds import Held

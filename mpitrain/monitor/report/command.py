@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from collectives.bench.kit.pictures import need_matplotlib
+from collectives.shared.pictures import need_matplotlib
 from collectives.texts import shown
 from mpitrain.files import replace
 from mpitrain.monitor.picture import writing

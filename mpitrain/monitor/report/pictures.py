@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.bench.kit.pictures import need_matplotlib, new_figure
+from collectives.shared.pictures import need_matplotlib, new_figure
 from mpitrain.monitor.reading.run import RunRecord
 from mpitrain.monitor.reading.smoothing import smoothed
 from mpitrain.monitor.report.charts import Axis, Chart, Panel, PanelFigure, Series, colour_limits

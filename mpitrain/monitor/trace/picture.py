@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from collectives.bench.kit.pictures import need_matplotlib, new_figure
+from collectives.shared.pictures import need_matplotlib, new_figure
 from collectives.texts import shown
 from mpitrain.monitor.trace.drawn import Drawn
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from collectives import Communicator
-from collectives.bench.kit.arguments import add_json
 from collectives.bench.kit.running import measure_and_show
-from collectives.commands.terminal import console, positive
+from collectives.shared.arguments import add_json
+from collectives.shared.terminal import console, positive
 from mpitrain.plan import machine as machines
 from mpitrain.plan.comparing.cases import layouts, with_changes
 from mpitrain.plan.comparing.report import tables

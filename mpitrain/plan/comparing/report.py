@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from collectives.bench.kit.launches import alike
-from collectives.bench.kit.tables import new_table, plural
+from collectives.shared.tables import new_table, plural
 from mpitrain.plan.comparing.results import APART, ComparisonLaunch, Row, excess_of_best, in_order, median_error, merged
 
 

@@ -8,9 +8,9 @@ from typing import NoReturn
 from rich.table import Table
 
 from collectives import Communicator
-from collectives.bench.kit.arguments import positive_seconds
 from collectives.bench.kit.running import writable
-from collectives.commands.terminal import console, positive
+from collectives.shared.arguments import positive_seconds
+from collectives.shared.terminal import console, positive
 
 SECONDS = 40.0
 

@@ -2,7 +2,7 @@
 
 from statistics import mean
 
-from collectives.bench.kit.pictures import new_figure
+from collectives.shared.pictures import new_figure
 from mpitrain.plan.published.tables import CHOICES, TABLES, Compared, Table, choose, compare
 
 COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#f2a541", "#54a24b", "#b279a2")

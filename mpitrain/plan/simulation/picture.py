@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from collectives.bench.kit.pictures import new_figure
+from collectives.shared.pictures import new_figure
 from mpitrain.plan.simulation.outcome import Outcome
 
 _COLOURS = (

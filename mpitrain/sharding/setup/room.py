@@ -19,8 +19,9 @@ from torch import nn
 
 from collectives import Communicator
 from collectives.cgroup import MORE_MEMORY
+from collectives.environment import memory_folder
 from collectives.texts import show_bytes
-from collectives.transports.node.memory import folder, remedy, say_short
+from collectives.transports.node.memory import remedy, say_short
 from collectives.transports.node.noted_room import Room, noted_room, room_now, take_noted
 from collectives.transports.node.staged import ring_bytes
 from mpitrain.parts import stages_of
@@ -87,9 +88,7 @@ def _problem(needed: int, free: Room, *, counts_limit: bool) -> str:
     """What is too small on this node; "" if nothing is."""
     wanted = f"{show_bytes(needed)} are expected, gradient buffers included"
     if needed > free.in_folder:
-        return (
-            f"{folder()} on {platform.node()} has {show_bytes(free.in_folder)} of room, and {wanted}; {remedy(needed)}"
-        )
+        return f"{memory_folder()} on {platform.node()} has {show_bytes(free.in_folder)} of room, and {wanted}; {remedy(needed)}"
     if counts_limit and needed > free.in_limit:
         left = show_bytes(max(free.in_limit, 0))
         return f"the limit of memory of the cgroup on {platform.node()} leaves {left}, and {wanted}; {MORE_MEMORY}"

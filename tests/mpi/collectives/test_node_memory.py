@@ -14,9 +14,10 @@ from pretended_hosts import on_hosts
 from collectives import Communicator, on_all_ranks
 from collectives.arrays.buffer import as_numpy, is_torch
 from collectives.arrays.dtypes import TABLE
+from collectives.environment import memory_folder
 from collectives.transports.node import anonymous
 from collectives.transports.node.mappings import on_change
-from collectives.transports.node.memory import NodeMemory, folder, free_in_folder
+from collectives.transports.node.memory import NodeMemory, free_in_folder
 from collectives.transports.node.memory import room as room_in_memory
 from mpitrain.chaos.disk import small_disk
 
@@ -226,7 +227,7 @@ def test_many_allocations_leave_nothing_behind(comm: Communicator) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) < files + 10, "MPI may have opened some"
     comm.barrier()
     # named after the process of rank 0: other jobs on this machine have files of their own
-    assert not list(folder().glob(f"mpitrain-{comm.broadcast_object(os.getpid())}-*"))
+    assert not list(memory_folder().glob(f"mpitrain-{comm.broadcast_object(os.getpid())}-*"))
     comm.barrier()
 
 
@@ -331,7 +332,7 @@ def test_anonymous_memory_is_the_same_on_all_ranks_or_an_error_on_all(
                 comm.shared(4096, np.uint8, or_anonymous=True)
             assert on_all_ranks(caught.value)
     monkeypatch.setenv("MPITRAIN_SHM_DIR", "")
-    assert str(folder()) == "/dev/shm", "an empty value is none"
+    assert str(memory_folder()) == "/dev/shm", "an empty value is none"
 
 
 @pytest.mark.ranks(1, 2)
@@ -360,7 +361,7 @@ def test_a_folder_without_a_limit_has_room(
         except PermissionError as error:
             pytest.skip(f"a file system cannot be mounted here: {error}")
         monkeypatch.setenv("MPITRAIN_SHM_DIR", str(shared_tmp / "shm"))
-        assert os.statvfs(folder()).f_blocks == 0
+        assert os.statvfs(memory_folder()).f_blocks == 0
         assert free_in_folder() > 1 << 50 and 0 < room_in_memory() <= anonymous.available_bytes() + (1 << 30)
         monkeypatch.setenv("MPITRAIN_SHM_DIR", "/not-there")
         assert free_in_folder() == room_in_memory() == 0
@@ -371,10 +372,10 @@ def test_a_system_without_dev_shm_says_where_node_memory_lies(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("MPITRAIN_SHM_DIR", raising=False)
-    monkeypatch.setattr("collectives.transports.node.memory._USUAL", Path("/nonexistent/shm"))
+    monkeypatch.setattr("collectives.environment.USUAL_MEMORY_FOLDER", Path("/nonexistent/shm"))
     monkeypatch.setattr("collectives.transports.node.memory._said", set())
     for _ in range(2):
         NodeMemory(comm.mpi).shared(8)
     said = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert len(said) == (comm.rank == 0), said
-    assert all(f"node memory lies in {folder()}" in each and "set MPITRAIN_SHM_DIR" in each for each in said)
+    assert all(f"node memory lies in {memory_folder()}" in each and "set MPITRAIN_SHM_DIR" in each for each in said)

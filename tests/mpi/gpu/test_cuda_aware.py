@@ -17,8 +17,8 @@ from device_model import ModelBinding, ModelTorchKernels, ModelTorchStreams
 from collectives import Communicator
 from collectives.arrays.devices import DeviceArray
 from collectives.arrays.dtypes import TABLE, DType, effective_op
+from collectives.processes import loaded_libraries
 from collectives.transports.gpu import cuda
-from collectives.transports.gpu.binding import loaded_libraries
 from collectives.transports.gpu.cuda import Support, ask
 from collectives.transports.gpu.lane import Lane
 from collectives.transports.gpu.nccl import connect

@@ -15,7 +15,7 @@ from collectives.bench.kit.turns import drawn_order
 from collectives.bench.plot import plot
 from collectives.bench.results import GLOO, RAW, CallOverhead, CollectivesLaunch, Measurement, Skipped, bus_factor
 from collectives.bench.tuning import choose
-from collectives.bench.units import parse_size, parse_sizes
+from collectives.shared.units import parse_size, parse_sizes
 from collectives.texts import show_bytes
 
 

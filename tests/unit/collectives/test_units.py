@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.bench.units import (
+from collectives.shared.units import (
     parse_bandwidth,
     parse_counts,
     parse_seconds,

@@ -1,8 +1,9 @@
 """Facts about the MPI library of this process, for reports of an installation."""
 
 import ctypes
-import os
 from typing import Any, NamedTuple
+
+from collectives.processes import loaded_libraries, mpi_libraries
 
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
 
@@ -24,10 +25,9 @@ def mpi_facts() -> MpiFacts:
     """The facts of this process. MPI must have been started."""
     from mpi4py import MPI
 
-    from collectives.transports.gpu.binding import loaded_libraries
     from collectives.transports.mpi import library_version
 
-    paths = mpi_paths()
+    paths = mpi_libraries()
     return MpiFacts(
         version=library_version(),
         standard=".".join(map(str, MPI.Get_version())),
@@ -36,19 +36,6 @@ def mpi_facts() -> MpiFacts:
         has_ulfm=any(_has(path, "MPIX_Comm_revoke") for path in paths),
         ucx_is_loaded=bool(loaded_libraries("libucp.so")),
     )
-
-
-def mpi_paths() -> tuple[str, ...]:
-    """The files of the MPI libraries that are loaded in this process."""
-    from collectives.transports.gpu.binding import loaded_libraries
-
-    return tuple(path for path in loaded_libraries("libmpi") if _is_mpi(path))
-
-
-def _is_mpi(path: str) -> bool:
-    """Whether a library is libmpi.so, libmpich.so or one of Intel's or Cray's names of them, not its Fortran or C++ part."""
-    stem = os.path.basename(path).partition(".so")[0]
-    return stem in ("libmpi", "libmpich", "libmpi_cray", "libmpi_gnu", "libmpi_intel", "libmpi_nvidia", "libmpi_abi")
 
 
 def _has(path: str, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from collectives.commands.terminal import UsageError
+from collectives.shared.terminal import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
