@@ -13,7 +13,7 @@ other files and back: docs/checkpoints.md.
 """
 
 from ckpt.check.inspecting import look
-from ckpt.check.verifying import Damage, verify
+from ckpt.check.verifying import verify
 from ckpt.convert.exporting import export
 from ckpt.convert.importing import import_file
 from ckpt.convert.resharding import reshard
@@ -27,6 +27,7 @@ from ckpt.reading.mapping import VectorFiles, map_vector
 from ckpt.saving.background import wait
 from ckpt.saving.save import save
 from ckpt.storage.catalog import CheckpointInfo, find, latest, list_checkpoints
+from ckpt.storage.checksums import Damage
 from ckpt.storage.remote import Url
 from ckpt.tensors import Shard
 

@@ -16,8 +16,8 @@ from ckpt.commands.terminal import (
 )
 from ckpt.convert.exporting import SUFFIXES, export
 from ckpt.convert.formats.plain_hdf5 import COMPRESSIONS
-from ckpt.convert.sources import matching
 from ckpt.reading.checkpoint import open_checkpoint
+from ckpt.reading.sources import matching
 from ckpt.storage.catalog import find
 
 

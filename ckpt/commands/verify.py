@@ -3,7 +3,7 @@
 import argparse
 
 from ckpt.check.inspecting import need_folder
-from ckpt.check.verifying import Damage, verify
+from ckpt.check.verifying import verify
 from ckpt.commands.terminal import (
     Commands,
     UsageError,
@@ -17,6 +17,7 @@ from ckpt.commands.terminal import (
 )
 from ckpt.format.manifest import CheckpointError
 from ckpt.storage.catalog import find, info, is_part, list_checkpoints
+from ckpt.storage.checksums import Damage
 from ckpt.storage.places import Place
 
 

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.convert.formats import npz, plain_hdf5, safetensors, torch_file
-from ckpt.convert.sources import PieceBuffer, Source, from_checkpoint, matching
+from ckpt.format.errors import naming
 from ckpt.format.manifest import Manifest, name_error, nesting_error
 from ckpt.reading.reader import Reader
+from ckpt.reading.sources import PieceBuffer, Source, from_checkpoint, matching
 from ckpt.storage.catalog import check_outside, read_manifest
-from ckpt.storage.local import Output, check_room, naming, write_file
+from ckpt.storage.local import Output, check_room, write_file
 from ckpt.storage.places import absolute, local_path
 from ckpt.storage.progress import Progress, no_progress
 

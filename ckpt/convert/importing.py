@@ -8,8 +8,8 @@ from typing import Any
 
 from ckpt.convert.formats import safetensors, torch_file
 from ckpt.convert.rewriting import write_checkpoint
-from ckpt.convert.sources import PieceBuffer, Source, from_file, matching
 from ckpt.format.manifest import MAX_NAME, name_error
+from ckpt.reading.sources import PieceBuffer, Source, from_file, matching
 from ckpt.saving.placement import Files
 from ckpt.storage.local_path import LocalFile, open_given
 from ckpt.storage.places import local_path

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from ckpt.convert.rewriting import write_checkpoint
-from ckpt.convert.sources import PieceBuffer, from_checkpoint
 from ckpt.reading.reader import Reader
+from ckpt.reading.sources import PieceBuffer, from_checkpoint
 from ckpt.saving.placement import Files
 from ckpt.saving.save import checked_path
 from ckpt.storage.catalog import read_manifest

@@ -7,7 +7,6 @@ from typing import Any
 
 from ckpt.check.verifying import verify
 from ckpt.commit.atomic import Stage
-from ckpt.convert.sources import Source, SourcePart
 from ckpt.format.manifest import (
     CheckpointError,
     encode_meta,
@@ -17,6 +16,7 @@ from ckpt.format.manifest import (
     nesting_error,
     shape_error,
 )
+from ckpt.reading.sources import Source, SourcePart
 from ckpt.saving.describing import Contents, write_index, write_manifest
 from ckpt.saving.placement import Files, Item, cut_evenly, file_name, lay_out
 from ckpt.saving.save import checked_path, discarding

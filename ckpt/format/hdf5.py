@@ -17,12 +17,12 @@ import numpy as np
 import xxhash
 
 from ckpt.format.boxes import Shape
+from ckpt.format.errors import naming
 from ckpt.format.manifest import FORMAT, Tensor, encode_meta, version_of
-from ckpt.saving.placement import PAGE_BYTES
-from ckpt.storage.local import naming
 from collectives.arrays.dtypes import DTYPES
 
 INDEX_NAME = "index.h5"
+PAGE_BYTES = 4096  # each dataset of a data file begins at a multiple of it
 MAX_ATTRIBUTE_BYTES = 60_000  # HDF5 stores an attribute in its object's header of at most 64 KiB
 _SCALAR = h5py.h5s.create(h5py.h5s.SCALAR)
 _KEPT_BYTES = 64 << 20

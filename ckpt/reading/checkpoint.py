@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt.convert.sources import matching
 from ckpt.format.manifest import CheckpointError, Manifest
 from ckpt.reading.entry import TensorEntry
+from ckpt.reading.sources import matching
 from ckpt.storage.catalog import none_usable, read_manifest
 from ckpt.storage.places import Paths, Place, copies_of
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.convert.sources import PIECE_BYTES
 from ckpt.format.boxes import Box, Shape
 from ckpt.format.manifest import CheckpointError, Manifest, Tensor
 from ckpt.reading.indexing import Index, select
 from ckpt.reading.reader import Reader
+from ckpt.reading.sources import PIECE_BYTES
 from ckpt.storage.places import Place
 from collectives.arrays.dtypes import DTYPES
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckpt.check.verifying import verify_files
 from ckpt.commit.atomic import Stage
 from ckpt.commit.retention import retain, stage_for
 from ckpt.commit.upload import Upload
@@ -20,6 +19,7 @@ from ckpt.format.hdf5 import INDEX_NAME
 from ckpt.format.manifest import FILE_NAME, CheckpointError, Manifest, following
 from ckpt.format.validation import decode
 from ckpt.ranks import Ranks
+from ckpt.storage.checksums import verify_files
 from ckpt.storage.local import patient
 from ckpt.storage.local_path import LocalPath
 from ckpt.storage.places import Paths, Place, absolute, all_places

@@ -7,11 +7,12 @@ from typing import Any
 import h5py
 import numpy as np
 
+from ckpt.format.errors import naming
 from ckpt.format.hdf5 import h5_type, new_data_file
 from ckpt.format.manifest import CHUNK_BYTES, File, checksum
 from ckpt.saving.placement import DataFile
 from ckpt.saving.writer import Checksums, datasets_of, describe, room_of
-from ckpt.storage.local import check_room, naming
+from ckpt.storage.local import check_room
 from ckpt.tensors import LocalBox, chunks_of
 from collectives.arrays.dtypes import DTYPES
 

@@ -12,10 +12,10 @@ from math import prod
 from typing import NamedTuple
 
 from ckpt.format.boxes import Box, Shape, rows
+from ckpt.format.hdf5 import PAGE_BYTES
 from collectives.arrays.dtypes import DTYPES
 
 BLOCK_BYTES = 64  # every block starts on a cache line: views of a mapped file are aligned for vector instructions
-PAGE_BYTES = 4096
 
 Files = str | int
 """`"rank"`: a file for each rank with blocks; `"node"`: one per node; `"one"`; or the most files, each for neighbouring ranks."""

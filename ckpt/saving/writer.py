@@ -12,10 +12,11 @@ from typing import Protocol
 import h5py
 import xxhash
 
+from ckpt.format.errors import naming
 from ckpt.format.hdf5 import new_data_file
 from ckpt.format.manifest import CHUNK_BYTES, Dataset, File, checksum
 from ckpt.saving.placement import DataFile, Item
-from ckpt.storage.local import Writeback, check_room, naming, patient, pwrite_all
+from ckpt.storage.local import Writeback, check_room, patient, pwrite_all
 from ckpt.tensors import LocalBox
 from collectives.arrays.dtypes import DTYPES
 

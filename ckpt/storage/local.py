@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from ckpt.format.errors import naming
 from collectives.files import open_new
 from collectives.texts import shown
 
@@ -22,21 +23,6 @@ _CANNOT_FLUSH = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP}
 """What file systems say that have no `fsync` of folders. Others, such as EIO and ENOSPC, tell of names that are lost."""
 
 T = TypeVar("T")
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn every failure to write `path` into an OSError that names it; os.pwrite and HDF5 do not do so reliably."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        if error.errno is not None and error.strerror:
-            raise OSError(error.errno, error.strerror.splitlines()[0], str(path)) from error
-        raise OSError(f"{path}: {error}") from error
-    except RuntimeError as error:  # h5py raises it when it closes a file on a full disk
-        raise OSError(f"{path}: {error}") from error
 
 
 def in_a_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from zipfile import ZipFile, ZipInfo
 
 from numpy.lib import format as npy
 
-from ckpt.convert.sources import Source
+from ckpt.reading.sources import Source
 from collectives.arrays.dtypes import DTYPES
 
 _ENDING = ".npy"

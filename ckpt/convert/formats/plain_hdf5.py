@@ -13,10 +13,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from ckpt.convert.sources import Source, write_all
 from ckpt.format.boxes import Shape, rectangles
 from ckpt.format.hdf5 import (
     MAX_ATTRIBUTE_BYTES,
+    PAGE_BYTES,
     contiguous_properties,
     dataset_properties,
     h5_type,
@@ -24,7 +24,7 @@ from ckpt.format.hdf5 import (
     mark_dtype,
 )
 from ckpt.format.manifest import encode_meta
-from ckpt.saving.placement import PAGE_BYTES
+from ckpt.reading.sources import Source, write_all
 from collectives.arrays.dtypes import DTYPES
 
 COMPRESSIONS = ("gzip", "zstd")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from ckpt.convert.sources import Source, write_all
+from ckpt.reading.sources import Source, write_all
 from ckpt.storage.local import in_a_line, pwrite_all
 from ckpt.storage.local_path import open_given, read_given
 from collectives.arrays.dtypes import dtype_of

@@ -16,8 +16,8 @@ from zipfile import ZipFile, ZipInfo
 import numpy as np
 
 from ckpt.convert.formats import torch_archive
-from ckpt.convert.sources import PieceBuffer, Source, from_array
 from ckpt.format.manifest import shape_error
+from ckpt.reading.sources import PieceBuffer, Source, from_array
 from ckpt.storage.local import in_a_line, pwrite_all
 from ckpt.storage.local_path import open_given
 from collectives.arrays.dtypes import DTYPES, DTypeError, dtype_of

@@ -30,7 +30,7 @@ from thread_ranks import on_ranks
 
 import ckpt
 from ckpt.cli import main
-from ckpt.convert import sources
+from ckpt.reading import sources
 from collectives.arrays.buffer import as_numpy
 from collectives.arrays.dtypes import DTYPES
 

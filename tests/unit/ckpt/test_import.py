@@ -26,7 +26,8 @@ from some_tensors import (
 
 import ckpt
 from ckpt.cli import main
-from ckpt.convert import importing, sources
+from ckpt.convert import importing
+from ckpt.reading import sources
 from ckpt.saving import describing, writer
 from collectives.arrays.buffer import as_numpy
 

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.format.boxes import Box
-from ckpt.saving.placement import BLOCK_BYTES, PAGE_BYTES, Item, assign, file_name, files_error, group_ranks, lay_out
+from ckpt.format.hdf5 import PAGE_BYTES
+from ckpt.saving.placement import BLOCK_BYTES, Item, assign, file_name, files_error, group_ranks, lay_out
 from collectives.arrays.dtypes import TABLE
 
 DTYPES = ["float32", "bfloat16", "uint8", "float64"]

@@ -14,9 +14,9 @@ from thread_ranks import on_ranks
 
 import ckpt
 from ckpt.cli import main
-from ckpt.convert import sources
 from ckpt.format.boxes import Box, cover_error
 from ckpt.format.manifest import FILE_NAME
+from ckpt.reading import sources
 from ckpt.saving.placement import cut_evenly
 
 TENSORS = st.lists(

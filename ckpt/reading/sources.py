@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.format.boxes import Box, Shape, flat_index, rectangles
+from ckpt.format.errors import naming
 from ckpt.format.manifest import Tensor, named, unmatched_error
 from ckpt.reading.reader import Reader
-from ckpt.storage.local import naming, pwrite_all
+from ckpt.storage.local import pwrite_all
 from ckpt.storage.local_path import LocalFile
 from ckpt.storage.progress import Progress
 from collectives.arrays.dtypes import DTYPES
