@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mpitrain.sharding.compression.api import compress_gradients
     from mpitrain.sharding.compression.power_sgd import power_sgd
     from mpitrain.sharding.compression.top_k import top_k
-    from mpitrain.sharding.slices.api import rounds, slice_mean
+    from mpitrain.sharding.rounds import rounds, slice_mean
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights

@@ -24,6 +24,7 @@ from mpitrain.sharding.methods import register_generate
 from mpitrain.sharding.module import ShardedModule, guard, sharded_kind
 from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
+from mpitrain.sharding.ranks import DataParallelRanks, WiredGroups, data_parallel_ranks
 from mpitrain.sharding.setup.agreement import REMEDY, described
 from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.setup.fast_paths import leave_fast_path
@@ -38,14 +39,13 @@ from mpitrain.sharding.setup.options import (
     check_slices,
     check_units,
 )
-from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.setup.room import NewUnit, lacks_room, say_private
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import Cut
 from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, name_before
-from mpitrain.sharding.unit.ranks import DataParallelRanks, WiredGroups, data_parallel_ranks
+from mpitrain.sharding.unit.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage

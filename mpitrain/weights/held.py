@@ -7,8 +7,8 @@ from torch import nn
 
 import ckpt
 from mpitrain.parts import Part, part_of
+from mpitrain.sharding.ranks import SHARD
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import SHARD
 from mpitrain.sharding.unit.registry import params_by_shard
 from mpitrain.weights.targets import is_copy_of
 

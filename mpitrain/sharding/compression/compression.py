@@ -33,10 +33,10 @@ from mpitrain.optim.owners import Matrix, assign
 from mpitrain.optim.spread import counts_in_norms
 from mpitrain.parts import part_of
 from mpitrain.sharding.compression.method import Method
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.host_arrays import host_arrays
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 # Messages have fp32. Other dtypes are reduced as without compression.
 _REDUCED = (torch.float32, torch.bfloat16, torch.float16)

@@ -3,9 +3,9 @@
 import torch
 import xxhash
 
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.unit.gradients import numbers
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 class OuterParameters:

@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 from collectives import Communicator, Mesh
 from collectives.selection.wire import network_format
 from mpitrain.parts import part_of
-from mpitrain.sharding.module import ShardedModule
-from mpitrain.sharding.setup.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from mpitrain.sharding.ranks import DataParallelRanks, are_apart, is_within
 from mpitrain.sharding.unit.marks import box_of, name_before
-from mpitrain.sharding.unit.ranks import DataParallelRanks, are_apart, is_within
+from mpitrain.sharding.unit.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from mpitrain.sharding.unit.registry import unit_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def check_module(module: Any) -> None:
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard: got {module!r}; expected a torch.nn.Module")
-    if isinstance(module, ShardedModule):
+    if unit_of(module) is not None:
         raise ValueError(f"fully_shard: this {type(module).__name__} is sharded already")
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         raise ValueError(

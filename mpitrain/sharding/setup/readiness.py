@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.sharding.setup.policy import names
+from mpitrain.sharding.unit.policy import names
 from mpitrain.sharding.unit.registry import kind_of, unit_of
 from mpitrain.sharding.unit.unit import Unit
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.tree import subtrees
-from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 class Round(NamedTuple):

@@ -17,9 +17,9 @@ from itertools import groupby, pairwise
 import torch
 
 from collectives import Communicator, Runs, Work
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.slices.tree import TreeSum, add_subtree
-from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 class SliceSums:

@@ -38,11 +38,11 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from collectives import Communicator
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.step.route import Expected
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.host_arrays import gradient_buffers, host_arrays
-from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit
 
 

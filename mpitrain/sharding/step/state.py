@@ -12,6 +12,7 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.models.draws import mark_places
 from mpitrain.parts import stage_of
+from mpitrain.sharding.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.slices.buffers import SliceBuffers
 from mpitrain.sharding.step.checks.full_writes import FullWrites
 from mpitrain.sharding.step.checks.same_inputs import SameInputs
@@ -24,7 +25,6 @@ from mpitrain.sharding.step.reruns import Reruns
 from mpitrain.sharding.step.route import Route
 from mpitrain.sharding.step.tree import Tree
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.unit.registry import unit_of
 from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_internals import outdate, writes_to_each

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from mpitrain.models.draws import seeded_at_places
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.step.arguments import aligned, cast, tensors_in
 from mpitrain.sharding.step.backward import Backwards
 from mpitrain.sharding.step.checks.reach import check_error, check_graph, outside
@@ -42,7 +43,6 @@ from mpitrain.sharding.step.checks.watch import Watch
 from mpitrain.sharding.step.nodes import Call
 from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase
-from mpitrain.sharding.unit.ranks import DataParallelRanks
 from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_internals import in_backward
 

@@ -13,13 +13,13 @@ import torch
 
 from collectives import Work
 from mpitrain.parts import add_gradients, part_of
-from mpitrain.sharding.setup.policy import CPUOffloadPolicy
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.slices.sums import SliceSums
 from mpitrain.sharding.unit.grad_sums import ShardSums, WaitingSums
 from mpitrain.sharding.unit.layout import Layout
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import DataParallelRanks
+from mpitrain.sharding.unit.policy import CPUOffloadPolicy
 
 
 def where_shards_live(

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from mpitrain.optim.spread import mark_spread, replaced
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.unit.layout import ShardBox
-from mpitrain.sharding.unit.ranks import DataParallelRanks
 
 
 def mark_shard(param: nn.Parameter, box: ShardBox) -> None:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from mpitrain.sharding.setup.policy import MixedPrecisionPolicy
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.guards import Guards
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.ranks import DataParallelRanks
+from mpitrain.sharding.unit.policy import MixedPrecisionPolicy
 from mpitrain.torch_internals import storage_of
 
 if TYPE_CHECKING:

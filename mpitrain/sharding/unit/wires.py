@@ -20,7 +20,7 @@ from collectives.codec.formats import FORMATS
 from collectives.selection.selector import EXACT
 from collectives.selection.wire import AUTO
 from mpitrain.axes import group_of
-from mpitrain.sharding.unit.ranks import DataParallelRanks, WiredGroups
+from mpitrain.sharding.ranks import DataParallelRanks, WiredGroups
 
 _log = logging.getLogger("mpitrain")
 
