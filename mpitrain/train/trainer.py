@@ -29,16 +29,16 @@ from mpitrain.train.batches.losses import SourceLosses
 from mpitrain.train.batches.totals import LossTotal
 from mpitrain.train.checkpoints import saving
 from mpitrain.train.checkpoints.meta import age_of
-from mpitrain.train.checkpoints.state import TrainingState
+from mpitrain.train.checkpoints.newer import about_newer
 from mpitrain.train.endurance import Endurance, Inheritance, Lasting, StatesInMemory
 from mpitrain.train.evaluation import Evaluator
 from mpitrain.train.hardware import Hardware, matmul_flops_per_s, take_hardware, with_threads
-from mpitrain.train.newer import about_newer
 from mpitrain.train.observers import Observers
 from mpitrain.train.passes import CommunicationClock
 from mpitrain.train.run import Run
 from mpitrain.train.sampling import write, written
 from mpitrain.train.shared_folder import SharedFolder
+from mpitrain.train.state import TrainingState
 from mpitrain.train.steps.step import GoBackError, TrainStep
 from mpitrain.train.workload import Workload, check_evaluation, check_settings
 from mpitrain.weights.state import OnDisk

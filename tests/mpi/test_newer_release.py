@@ -12,7 +12,7 @@ import ckpt
 from collectives import Communicator
 from collectives.version import release
 from mpitrain.monitor.reading.run import read_run
-from mpitrain.train.newer import about_newer
+from mpitrain.train.checkpoints.newer import about_newer
 
 NEWER = "99.1.0rc2 (commit 0123456789)"
 
