@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mpitrain import tensor as tensor
     from mpitrain.axes import mesh
     from mpitrain.batch_norm import convert_sync_batchnorm
-    from mpitrain.init import initialize
     from mpitrain.models.draws import seed_all
     from mpitrain.monitor.adding import Callback, log
     from mpitrain.monitor.sinks import Sink
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
     from mpitrain.weights import export_weights, load_weights
+    from mpitrain.weights.initial_values import initialize
     from mpitrain.weights.state import load, save
     from mpitrain.weights.whole.full_state import full_state_dict, load_full_state_dict
 
@@ -94,7 +94,7 @@ _MODULES = {
     "convert_sync_batchnorm": "batch_norm",
     "export_weights": "weights",
     "full_state_dict": "weights.whole.full_state",
-    "initialize": "init",
+    "initialize": "weights.initial_values",
     "load": "weights.state",
     "load_full_state_dict": "weights.whole.full_state",
     "load_weights": "weights",
@@ -102,10 +102,10 @@ _MODULES = {
     "mesh": "axes",
     "pipeline": "stages",
     "power_sgd": "sharding.compression",
-    "rounds": "sharding.slices.api",
+    "rounds": "sharding.rounds",
     "save": "weights.state",
     "seed_all": "models.draws",
-    "slice_mean": "sharding.slices.api",
+    "slice_mean": "sharding.rounds",
     "tensor_parallel": "tensor",
     "top_k": "sharding.compression",
 }

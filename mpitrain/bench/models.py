@@ -14,9 +14,10 @@ from mpitrain.bench.model import TrainedModel, TrainingSetup
 from mpitrain.bench.options import NO_DEEPSPEED, OURS, PIPELINES, SEQUENCE, TENSOR, has_deepspeed
 from mpitrain.bench.pipelines import TORCH_SCHEDULES, OurPipeline, TorchPipeline
 from mpitrain.bench.tensor import TensorParallel, TorchTensorParallel
-from mpitrain.init import fill_, initialize
 from mpitrain.models import GPT, GPTConfig
+from mpitrain.placement.fills import fill_
 from mpitrain.sharding import MixedPrecisionPolicy, communication_s, fully_shard
+from mpitrain.weights.initial_values import initialize
 
 
 class Ours(TrainedModel):

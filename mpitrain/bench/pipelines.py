@@ -8,11 +8,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from mpitrain.bench.model import TrainedModel, TrainingSetup
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.stages import pipeline
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.schedules.dividing import divide
+from mpitrain.weights.initial_values import initialize
 
 
 class StagedModel(TrainedModel):

@@ -8,9 +8,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from mpitrain.bench.model import LEARNING_RATE, TrainedModel, TrainingSetup
-from mpitrain.init import fill_, initialize
 from mpitrain.models import GPT, GPTConfig
+from mpitrain.placement.fills import fill_
 from mpitrain.tensor import communication_s, tensor_parallel
+from mpitrain.weights.initial_values import initialize
 
 
 class TensorParallel(TrainedModel):

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from mpitrain.init import Init
 from mpitrain.models.loss import Reduction, loss_of, make_loss
 from mpitrain.models.segments import Segments
 from mpitrain.models.sizes import TransformerConfig
 from mpitrain.models.stage_plan import StagePlan
+from mpitrain.placement.fills import Init
 from mpitrain.tensor.plan import Style
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only transformer. It has torch's default values until `mpitrain.init.initialize` sets the values of `init_rule`.
+    """A decoder-only transformer. It has torch's default values until `mpitrain.initialize` sets the values of `init_rule`.
 
     A family makes its modules, the embedding `wte` and the list `blocks` among them, and calls `end`. It defines `embed`, `body`,
     `tensor_plan`, `stage_plan` and `init_rule`. Under `torch.device("meta")` its construction needs neither memory nor time.

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from mpitrain.init import Constant, Init, Normal
 from mpitrain.models.language_model import LanguageModel
 from mpitrain.models.segments import Segments, attend
 from mpitrain.models.sizes import RMS_EPS, LlamaConfig
 from mpitrain.models.stage_plan import StagePlan
+from mpitrain.placement.fills import Constant, Init, Normal
 from mpitrain.tensor.plan import Style
 
 

@@ -9,7 +9,6 @@ from torch.overrides import TorchFunctionMode
 
 from collectives import Mesh
 from mpitrain.config import Config, OptimConfig, ParallelConfig
-from mpitrain.init import initialize
 from mpitrain.models import LanguageModel, build, decay_groups, layer_groups, muon_groups
 from mpitrain.optim import LAMB, LARS, SGD, AdamW, Muon
 from mpitrain.sharding import CPUOffloadPolicy, DiLoCo, MixedPrecisionPolicy, checkpoint_activations, fully_shard
@@ -19,6 +18,7 @@ from mpitrain.sharding.compression.top_k import TopK
 from mpitrain.stages import pipeline
 from mpitrain.tensor import tensor_parallel
 from mpitrain.train.passes import Passes, StagedPasses, WholePasses
+from mpitrain.weights.initial_values import initialize
 
 
 def make_model(

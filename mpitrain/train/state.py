@@ -6,11 +6,11 @@ from collectives import Communicator
 from mpitrain.config import Config, ConfigError
 from mpitrain.elastic.lease import Lease
 from mpitrain.health import Health
-from mpitrain.init import initialize
 from mpitrain.models.draws import seed_all
 from mpitrain.sharding.unit.registry import compression_of
 from mpitrain.train.checkpoints import saving
 from mpitrain.train.workload import Workload
+from mpitrain.weights.initial_values import initialize
 from mpitrain.weights.state import Collected, Source
 
 

@@ -17,10 +17,8 @@ from ckpt.format.manifest import named, patterns_of, unmatched_error
 from ckpt.ranks import Ranks
 from collectives import Communicator
 from mpitrain.weights.extra_state import is_extra_state
-from mpitrain.weights.saved import There
-
-RECORD = "saved_only"
-"""The key, in the meta of a checkpoint of a part of a model, of the patterns."""
+from mpitrain.weights.kinds.kind import There
+from mpitrain.weights.meta.parts import SAVED_ONLY
 
 
 class Chosen:
@@ -95,10 +93,10 @@ def choose(
     Collective. ValueError or TypeError on all ranks for wrong patterns. Unless the caller expects it, a RuntimeWarning on rank 0 says
     that a checkpoint has only a part of the model.
     """
-    if only is None and (there is None or RECORD not in there.meta):
+    if only is None and (there is None or SAVED_ONLY not in there.meta):
         return None
     with ranks.together(doing):
-        given: Any = there.part(RECORD) if only is None and there is not None else only
+        given: Any = there.part(SAVED_ONLY) if only is None and there is not None else only
         is_empty = isinstance(given, Collection) and not len(given)  # as on a stage that trains nothing
         patterns = () if is_empty else patterns_of(given)
     if stages is not None and stages.size > 1:

@@ -1,8 +1,8 @@
 """Model and optimizer <-> checkpoint: the name of each tensor in the checkpoint, and the box of it that this rank holds.
 
-- `model/NAME`: parameters and buffers. `ema/NAME`: their averages (saved_model.py).
-- `optimizer/KEY/NAME`: the optimizer's state KEY of a parameter (saved_optimizer.py).
-- `outer_momentum/...`, `copies/...`: of local steps, what each copy of the model has of its own (by_copy.py).
+- `model/NAME`: parameters and buffers. `ema/NAME`: their averages (kinds/model.py).
+- `optimizer/KEY/NAME`: the optimizer's state KEY of a parameter (kinds/optimizer.py).
+- `outer_momentum/...`, `copies/...`: of local steps, what each copy of the model has of its own (kinds/by_copy.py).
 - `compression/KEY/NAME`: the state of `compress_gradients` (saved_compression.py).
 - `extra_state/N/NAME`: large tensors in the extra state of modules (saved_extra.py).
 
@@ -34,15 +34,16 @@ from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.weights.agreed import agreed_optimizer
 from mpitrain.weights.buffers import as_on_first_holder, warn_of_differences
-from mpitrain.weights.by_copy import SavedCopies
-from mpitrain.weights.chosen import RECORD, Chosen, choose
+from mpitrain.weights.chosen import Chosen, choose
 from mpitrain.weights.held import of_one_rank
+from mpitrain.weights.kinds.by_copy import SavedCopies
+from mpitrain.weights.kinds.compression import Read, SavedCompression
+from mpitrain.weights.kinds.extra import SavedExtraState
+from mpitrain.weights.kinds.kind import Saved, look
+from mpitrain.weights.kinds.model import SavedModel
+from mpitrain.weights.kinds.optimizer import SavedOptimizer, names_of
 from mpitrain.weights.meta import user_meta
-from mpitrain.weights.saved import Saved, look
-from mpitrain.weights.saved_compression import Read, SavedCompression
-from mpitrain.weights.saved_extra import SavedExtraState
-from mpitrain.weights.saved_model import SavedModel
-from mpitrain.weights.saved_optimizer import SavedOptimizer, names_of
+from mpitrain.weights.meta.parts import SAVED_ONLY
 from mpitrain.weights.stages import with_other_stages
 from mpitrain.weights.targets import holders_of, is_first_holder, ranks_of_model
 
@@ -103,7 +104,7 @@ def save(
 
     Buffers, such as BatchNorm's statistics, are those of data rank 0: `sync_buffers` makes them the same. So are ignored parameters,
     with their state in the optimizer. The state of `compress_gradients` and of `DiLoCo` belongs to the model. In local steps the
-    model's tensors are the outer parameters: see by_copy.py.
+    model's tensors are the outer parameters: see kinds/by_copy.py.
 
     `optimizer`: None on a stage of a pipeline that trains nothing, if other stages have one. `comm`: for a model that is not sharded,
     the ranks that all hold this model and make this call; None: only this process saves.
@@ -142,7 +143,7 @@ def collect(
     optimizer = agreed_optimizer(optimizer, ema, only, ranks, stages, doing)
     chosen = choose(model, only, ranks, stages, doing)
     if chosen is not None:
-        described[RECORD] = list(chosen.patterns)
+        described[SAVED_ONLY] = list(chosen.patterns)
     kinds = _kinds(model, optimizer, names, ema, comm, stages, chosen)
     for kind in kinds:
         described |= kind.meta()

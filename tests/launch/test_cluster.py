@@ -122,7 +122,7 @@ def test_tensor_parallelism_sends_what_the_formula_says(sequence: bool) -> None:
     for all ranks sends S."""
     script = """
 import sys, torch, collectives, mpitrain
-from mpitrain.init import initialize
+from mpitrain.weights.initial_values import initialize
 from mpitrain.models import GPT, GPTConfig
 sequences, length, width, layers, sequence = 2, 256, 512, 2, sys.argv[1] == "True"
 comm = collectives.world()

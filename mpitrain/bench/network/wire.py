@@ -164,9 +164,9 @@ def _model(case: Case, setup: "TrainingSetup", stage: int, wire: str) -> "Traine
     import torch
 
     from mpitrain.bench.models import Ours
-    from mpitrain.init import initialize
     from mpitrain.models import GPT
     from mpitrain.sharding import fully_shard
+    from mpitrain.weights.initial_values import initialize
 
     with torch.device("meta"):
         model = GPT(case.config())

@@ -2,7 +2,7 @@
 
 - `power_sgd.py` and `top_k.py` are the methods: what a matrix becomes in a message, and what the receivers make of it.
 - `compression.py` has the order of a reduction: contributions, messages, residuals.
-- `mpitrain/weights/saved_compression.py` has its state in checkpoints.
+- `mpitrain/weights/kinds/compression.py` has its state in checkpoints.
 """
 
 from mpitrain.sharding.compression.api import compress_gradients

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from collectives import Communicator
-from mpitrain.init import Normal, fill_
+from mpitrain.placement.fills import Normal, fill_
 from mpitrain.sharding.compression.method import check_arguments, check_number
 
 _NOISE = 1e-6

@@ -8,6 +8,9 @@ import msgspec
 import ckpt
 from ckpt.format.validation import converted
 
+SAVED_ONLY = "saved_only"
+"""The key of the patterns in the meta of a checkpoint of a part of a model."""
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ckpt.format.manifest import MAX_META_DEPTH
-from mpitrain.weights.chosen import RECORD
+from mpitrain.weights.meta.parts import SAVED_ONLY
 from mpitrain.weights.meta.plain_values import decoded, encoded, small_tensor
 
-RESERVED = ("optimizer", "extra_state", "diloco", "compression", RECORD)
+RESERVED = ("optimizer", "extra_state", "diloco", "compression", SAVED_ONLY)
 """The keys of what mpitrain has in the meta."""
 
 _OTHER = "mpitrain.value"

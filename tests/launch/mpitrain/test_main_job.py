@@ -36,8 +36,8 @@ import ckpt
 from mpitrain import cli
 from mpitrain.config import differences, from_toml, parse
 from mpitrain.data import Batches, HeldoutBatches, read_into, scan
-from mpitrain.init import initialize
 from mpitrain.models import TransformerConfig, build, resolve
+from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.timeout_s(300)
 

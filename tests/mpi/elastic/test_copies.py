@@ -24,9 +24,9 @@ from collectives import Communicator
 from mpitrain.elastic.copies.files import CopyFile, complete_copies, files_of, path_of, remove_copies
 from mpitrain.elastic.copies.restoring import find_state
 from mpitrain.elastic.copies.taking import Copies
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.weights import state as weights
+from mpitrain.weights.initial_values import initialize
 from tests.mpi.sharding.test_state import OPTIMIZERS, assert_alike, sharded, snapshot, step
 
 CASES = list(zip(WAYS, cycle(OPTIMIZERS)))

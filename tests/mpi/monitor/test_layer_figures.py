@@ -11,7 +11,6 @@ import torch
 import mpitrain
 from collectives import Communicator
 from mpitrain.config import Config, parse
-from mpitrain.init import initialize
 from mpitrain.models import LanguageModel, build, decay_groups
 from mpitrain.models.loss import IGNORED
 from mpitrain.monitor.gauges.phases import StepClock
@@ -20,6 +19,7 @@ from mpitrain.optim.elementwise import AdamW
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.steps.stepper import Stepper
+from mpitrain.weights.initial_values import initialize
 
 SIZES = "--model.width 24 --model.layers 4 --model.heads 3 --model.context 12 --model.vocab 257 --train.batch 8"
 # With a norm of gradients far above optim.clip_norm. The large eps: else the update is 1 or -1 even for elements of rounding errors.

@@ -18,7 +18,6 @@ import mpitrain
 from collectives import Communicator
 from collectives.diagnosis.record import last_operations
 from mpitrain.config import ConfigError
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig, LanguageModel, decay_groups, muon_groups
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
@@ -29,6 +28,7 @@ from mpitrain.parts import part_of
 from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.sharding.unit.marks import box_of
 from mpitrain.stages import pipeline
+from mpitrain.weights.initial_values import initialize
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 MAKES: dict[str, Make] = {

@@ -11,7 +11,7 @@ from ways import WAYS, spread
 import ckpt
 import mpitrain
 from collectives import Communicator
-from mpitrain.init import Constant, Normal
+from mpitrain.placement.fills import Constant, Normal
 from mpitrain.sharding import EMA, GradScaler, MixedPrecisionPolicy, fully_shard, sync_buffers
 from mpitrain.sharding.unit.layout import rows_of
 

@@ -17,12 +17,12 @@ from torch import nn
 import ckpt
 import mpitrain
 from collectives import Communicator, Mesh
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import GradScaler, MixedPrecisionPolicy, fully_shard
 from mpitrain.sharding.compression.power_sgd import PowerSGD
 from mpitrain.sharding.compression.top_k import TopK
 from mpitrain.sharding.unit.registry import compression_of
+from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

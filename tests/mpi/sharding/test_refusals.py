@@ -9,7 +9,7 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.init import Constant, Normal
+from mpitrain.placement.fills import Constant, Normal
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 from mpitrain.sharding.unit.storage import Resident
 

@@ -15,13 +15,13 @@ from small_trainers import Make, maker
 import ckpt
 from collectives import Communicator
 from mpitrain import tensor
-from mpitrain.init import initialize
 from mpitrain.models import GPT
 from mpitrain.models.loss import IGNORED
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.passes import WholePasses
 from mpitrain.train.steps.lr import learning_rate
 from mpitrain.train.trainer import Trainer
+from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(1, 2)
 

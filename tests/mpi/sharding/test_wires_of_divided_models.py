@@ -10,7 +10,6 @@ from pretended_hosts import on_hosts
 
 import mpitrain
 from collectives import Communicator, Mesh, network_bytes
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig, LanguageModel
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
@@ -18,6 +17,7 @@ from mpitrain.parts import part_of
 from mpitrain.sharding import CPUOffloadPolicy, fully_shard
 from mpitrain.sharding.unit.registry import sharded_params
 from mpitrain.stages import Pipeline, pipeline
+from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(4)
 

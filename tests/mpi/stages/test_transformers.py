@@ -11,7 +11,7 @@ from tiny_transformers import SPECIAL, batch, tiny
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.init import Normal
+from mpitrain.placement.fills import Normal
 from mpitrain.stages import pipeline
 
 transformers = pytest.importorskip("transformers", minversion="5")

@@ -14,8 +14,8 @@ from torch import nn
 import ckpt
 import mpitrain
 from collectives import Communicator
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
+from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -14,9 +14,9 @@ from torch.nn.utils import clip_grad_norm_
 
 import mpitrain
 from collectives import Communicator, Mesh
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.parts import part_of
+from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -11,9 +11,9 @@ from extent import extent
 import ckpt
 import mpitrain
 from collectives import Communicator, Mesh
-from mpitrain.init import initialize
 from mpitrain.models import GPTConfig, LanguageModel, LlamaConfig, TransformerConfig, build
 from mpitrain.parts import part_of
+from mpitrain.weights.initial_values import initialize
 
 STEPS = extent(5, 10)
 NUM_HEADS = 12  # which 2, 3 and 4 ranks share equally

@@ -8,9 +8,9 @@ import torch
 import mpitrain
 from collectives import Communicator
 from mpitrain import parts
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import MixedPrecisionPolicy
+from mpitrain.weights.initial_values import initialize
 
 SIZES = GPTConfig(vocab=101, context=12, width=24, layers=3, heads=6, tied=False)
 

@@ -10,9 +10,9 @@ from extent import extent
 
 import mpitrain
 from collectives import Communicator, Mesh
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import CPUOffloadPolicy, MixedPrecisionPolicy
+from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(2, 4)
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mpitrain.init import initialize
 from mpitrain.models import GPT, GPTConfig, num_parameters, resolve
+from mpitrain.weights.initial_values import initialize
 
 CONFIG = GPTConfig(vocab=11, context=8, width=12, layers=2, heads=3)
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mpitrain.init import BLOCK, Constant, Init, Normal, fill_, initialize
+from mpitrain.placement.fills import BLOCK, Constant, Init, Normal, fill_
+from mpitrain.weights.initial_values import initialize
 
 
 def whole(

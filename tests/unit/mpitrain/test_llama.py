@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpitrain.init import initialize
 from mpitrain.models import Llama, LlamaConfig, num_parameters, resolve
 from mpitrain.models.llama import Rotation
+from mpitrain.weights.initial_values import initialize
 
 LENGTH = 24
 

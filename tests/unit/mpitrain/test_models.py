@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from mpitrain.config import OptimConfig
-from mpitrain.init import initialize
 from mpitrain.models import (
     SIZES,
     GPTConfig,
@@ -28,6 +27,7 @@ from mpitrain.models import (
     sample_tokens,
 )
 from mpitrain.train.model import make_optimizer
+from mpitrain.weights.initial_values import initialize
 
 SMALL: dict[str, Any] = {"vocab": 11, "context": 8, "width": 24, "layers": 2}
 CONFIGS = {

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from mpitrain.init import initialize
 from mpitrain.models import build
 from mpitrain.models.sizes import resolve
 from mpitrain.monitor.layer_ranges import layer_ranges
 from mpitrain.sharding import checkpoint_activations
+from mpitrain.weights.initial_values import initialize
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])

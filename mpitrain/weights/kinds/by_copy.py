@@ -17,7 +17,7 @@ from torch import nn
 import ckpt
 from mpitrain.sharding import DiLoCo
 from mpitrain.weights.held import Held, HeldByCopy
-from mpitrain.weights.saved import There
+from mpitrain.weights.kinds.kind import There
 
 
 class SavedCopies:

@@ -10,7 +10,7 @@ from mpitrain.sharding import EMA
 from mpitrain.sharding.unit.registry import diloco_of
 from mpitrain.weights.extra_state import is_extra_state
 from mpitrain.weights.held import Held
-from mpitrain.weights.saved import There
+from mpitrain.weights.kinds.kind import There
 
 
 class SavedModel:

@@ -16,7 +16,7 @@ from collectives import Communicator
 from mpitrain.optim.spread import pieces_of
 from mpitrain.parts import part_of
 from mpitrain.sharding.compression.compression import Compression, ParamState
-from mpitrain.weights.saved import There
+from mpitrain.weights.kinds.kind import There
 
 Read = Callable[..., None]
 """Fills tensors from the checkpoint of a load: `read(tensors, only=...)`. Collective."""

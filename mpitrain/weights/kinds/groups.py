@@ -16,8 +16,8 @@ from torch import nn
 import ckpt
 from ckpt.convert.formats.safetensors import some
 from collectives import Communicator
+from mpitrain.weights.kinds.kind import There
 from mpitrain.weights.meta.plain_values import decoded, encoded, small_tensor
-from mpitrain.weights.saved import There
 
 _OWN = ("params", "param_names")
 """What a group has of its own, and never takes from a checkpoint."""

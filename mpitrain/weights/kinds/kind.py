@@ -1,4 +1,4 @@
-"""One kind of state in a checkpoint: what of it is saved, and what is loaded. The kinds are in saved_*.py and in by_copy.py."""
+"""One kind of state in a checkpoint: what of it is saved, and what is loaded. The other files of this folder are the kinds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -12,8 +12,8 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain.weights.extra_state import extra_states, modules_with_extra_state
+from mpitrain.weights.kinds.kind import There
 from mpitrain.weights.meta.plain_values import decoded, encoded, is_small, small_tensor, torch_dtype
-from mpitrain.weights.saved import There
 
 
 class SavedExtraState:

@@ -16,11 +16,11 @@ from ckpt.ranks import ranks_of
 from ckpt.storage.local import in_a_line
 from collectives import Communicator
 from mpitrain.sharding.unit.registry import params_by_shard
-from mpitrain.weights.by_copy import SavedCopies
 from mpitrain.weights.held import Held
+from mpitrain.weights.kinds.by_copy import SavedCopies
+from mpitrain.weights.kinds.groups import SavedGroups
+from mpitrain.weights.kinds.kind import StoredTensor, There
 from mpitrain.weights.meta.plain_values import check_dense, decoded, encoded, small_tensor, torch_dtype
-from mpitrain.weights.saved import StoredTensor, There
-from mpitrain.weights.saved_groups import SavedGroups
 
 _NUMBERS = {"step", "mu_product", "eta", "mu", "t", "H_diag"}
 """The tensors in the state of torch's optimizers that are one number for a whole parameter. So are those in lists, such as ro[0]."""

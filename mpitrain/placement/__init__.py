@@ -1,0 +1,1 @@
+"""What a rank holds of a whole parameter, and where its values come from."""
