@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpitrain import optim as optim
+from mpitrain._moved import keep_old_paths
 
 if TYPE_CHECKING:
     from mpitrain import data as data
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mpitrain.batch_norm import convert_sync_batchnorm
     from mpitrain.models.draws import seed_all
     from mpitrain.monitor.adding import Callback, log
+    from mpitrain.monitor.reading.run import read_run
     from mpitrain.monitor.sinks import Sink
     from mpitrain.sharding import (
         EMA,
@@ -74,6 +76,7 @@ __all__ = [
     "num_parameters",
     "pipeline",
     "power_sgd",
+    "read_run",
     "register_forward_method",
     "rounds",
     "save",
@@ -102,6 +105,7 @@ _MODULES = {
     "mesh": "axes",
     "pipeline": "stages",
     "power_sgd": "sharding.compression",
+    "read_run": "monitor.reading.run",
     "rounds": "sharding.rounds",
     "save": "weights.state",
     "seed_all": "models.draws",
@@ -113,6 +117,9 @@ _MODULES = {
 
 _FOLDERS = {"data", "elastic", "health", "models", "tensor"}
 """With public names of their own, as `mpitrain.elastic.run`."""
+
+
+keep_old_paths()
 
 
 def __getattr__(name: str) -> Any:

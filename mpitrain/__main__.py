@@ -14,7 +14,7 @@ if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
 
     raise SystemExit(elastic(sys.argv[2:], requests))
 
-from mpitrain.elastic import marks
+from mpitrain.monitor.record import marks
 from mpitrain.train import stop
 
 # Before all other imports: without a handler, a request to stop would end the process. A word that is no setting names a command.

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 
 import collectives
 from collectives import Communicator
-from mpitrain.agreement import check_alike
-from mpitrain.optim.spread import spread_of
+from mpitrain.placement.agreement import check_alike
+from mpitrain.placement.spread import spread_of
 from mpitrain.torch_internals import keep_compiler_out, not_compiled
 
 _aten = torch.ops.aten

@@ -50,20 +50,20 @@ USAGE = """usage: python -m mpitrain [train] [--section.name value ...]   train 
 """
 
 _BENCHES = {
-    "batch-norm": "mpitrain.bench.parts.batch_norm",
-    "clocks": "mpitrain.bench.clocks",
-    "compression": "mpitrain.bench.network.compression",
-    "losses": "mpitrain.bench.network.losses",
-    "muon": "mpitrain.bench.parts.muon",
-    "wire": "mpitrain.bench.network.wire",
+    "batch-norm": "mpitrain.tools.bench.parts.batch_norm",
+    "clocks": "mpitrain.tools.bench.clocks",
+    "compression": "mpitrain.tools.bench.network.compression",
+    "losses": "mpitrain.tools.bench.network.losses",
+    "muon": "mpitrain.tools.bench.parts.muon",
+    "wire": "mpitrain.tools.bench.network.wire",
 }
 """The modules of benchmarks under mpirun, by name."""
 _BENCHES_ALONE = {
-    "bits": "mpitrain.bench.bits.command",
-    "calls": "mpitrain.bench.calls",
-    "data": "mpitrain.bench.data.command",
-    "monitoring": "mpitrain.bench.monitoring.command",
-    "recovery": "mpitrain.bench.recovery.command",
+    "bits": "mpitrain.tools.bench.bits.command",
+    "calls": "mpitrain.tools.bench.calls",
+    "data": "mpitrain.tools.bench.data.command",
+    "monitoring": "mpitrain.tools.bench.monitoring.command",
+    "recovery": "mpitrain.tools.bench.recovery.command",
 }
 """The modules of benchmarks in one process, which may start jobs."""
 
@@ -97,7 +97,7 @@ def _main(words: list[str]) -> int:
     if command == "profile" and words and not words[0].startswith("-"):
         return _in_one_process(_profile, words)
     if command == "doctor":
-        from mpitrain.doctor.command import main as doctor
+        from mpitrain.tools.doctor.command import main as doctor
 
         return doctor(words)
     if command == "elastic":
@@ -114,13 +114,13 @@ def _main(words: list[str]) -> int:
         elif command == "bench" and words[:1] and words[0] in _BENCHES:
             import_module(_BENCHES[words[0]]).main(words[1:], comm)
         elif command == "bench":
-            from mpitrain.bench.command import main as bench
+            from mpitrain.tools.bench.command import main as bench
 
             bench(words, comm)
         elif command == "plan":
             _plan_on_ranks(words, comm)
         elif command == "profile":
-            from mpitrain.monitor.profile.command import main as profile
+            from mpitrain.tools.profile.command import main as profile
 
             profile(words, comm)
         elif command == "tokenize":
@@ -188,7 +188,7 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
 def _mark_refusal(error: Exception, rank: int) -> None:
     """Tell the supervisor, if there is one, that these settings cannot work. A folder that another job trains in may become free."""
     from mpitrain.config import ConfigError, FolderInUseError
-    from mpitrain.elastic import marks
+    from mpitrain.monitor.record import marks
 
     if rank == 0 and isinstance(error, ConfigError) and not isinstance(error, FolderInUseError):
         marks.refuse()
@@ -233,14 +233,14 @@ def _line(text: str, error: Exception) -> str:
 
 
 def _memory(words: list[str]) -> None:
-    from mpitrain.plan.memory import command
+    from mpitrain.tools.plan.memory import command
 
     command.main(words)
 
 
 def _plan(words: list[str]) -> int:
-    from mpitrain.plan import command
-    from mpitrain.plan.comparing import command as comparing
+    from mpitrain.tools.plan import command
+    from mpitrain.tools.plan.comparing import command as comparing
 
     if not _has(words, "--compare-report"):
         return command.main(words)
@@ -249,8 +249,8 @@ def _plan(words: list[str]) -> int:
 
 
 def _plan_on_ranks(words: list[str], comm: collectives.Communicator) -> None:
-    from mpitrain.plan.comparing import command as comparing
-    from mpitrain.plan.measuring import command as measuring
+    from mpitrain.tools.plan.comparing import command as comparing
+    from mpitrain.tools.plan.measuring import command as measuring
 
     (measuring if _has(words, "--measure") else comparing).main(words, comm)
 
@@ -297,7 +297,7 @@ def _page(words: list[str]) -> int:
 
 
 def _pack(words: list[str]) -> None:
-    from mpitrain.doctor.pack import command
+    from mpitrain.tools.doctor.pack import command
 
     command.main(words)
 
@@ -315,7 +315,7 @@ def _trace(words: list[str]) -> int:
 
 
 def _profile(words: list[str]) -> int:
-    from mpitrain.monitor.profile import command
+    from mpitrain.tools.profile import command
 
     return command.of_run(words)
 
@@ -360,7 +360,7 @@ def _sample(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    from mpitrain.bench.command import report
+    from mpitrain.tools.bench.command import report
 
     report(words)
 

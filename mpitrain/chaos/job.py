@@ -17,7 +17,7 @@ from ckpt.commit.owner import start_time
 from collectives.processes import stat_fields
 from collectives.programs import python
 from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES
-from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.parsing.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
 FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"

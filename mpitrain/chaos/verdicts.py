@@ -16,7 +16,7 @@ from mpitrain.chaos.harms import Harm
 from mpitrain.chaos.job import Job
 from mpitrain.elastic.copies.files import files_of
 from mpitrain.elastic.lease import read_lease
-from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.parsing.events import read_events
 from mpitrain.monitor.record.events import REGULAR
 from mpitrain.monitor.stragglers import CAUSES
 

@@ -27,7 +27,7 @@ from mpitrain.data.shards import ShardList, list_shards
 from mpitrain.data.streaming.sources import Source
 from mpitrain.data.tokenizers import JsonTokenizer, Tokenizer
 from mpitrain.data.tokens import TokenFiles, open_tokens
-from mpitrain.rank0 import on_rank0
+from mpitrain.placement.rank0 import on_rank0
 
 _log = logging.getLogger("mpitrain")
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")

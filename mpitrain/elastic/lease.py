@@ -10,8 +10,8 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.elastic.marks import whole
 from mpitrain.files import read_object, replace
+from mpitrain.monitor.record.marks import whole
 
 NAME = ".lease"
 _RUN = re.compile(r"\w{1,40}", re.ASCII)  # it becomes a part of the names of files

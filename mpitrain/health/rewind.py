@@ -7,7 +7,7 @@ from typing import Protocol
 import ckpt
 from ckpt.storage.catalog import step_of
 from collectives import Communicator
-from mpitrain.rank0 import on_rank0
+from mpitrain.placement.rank0 import on_rank0
 
 
 class GoodStates(Protocol):

@@ -13,8 +13,8 @@ from rich.text import Text
 from collectives import is_live_terminal
 from collectives.texts import shown, without_secrets
 from mpitrain.monitor.pace import Pace
-from mpitrain.monitor.reading.numbers import duration
-from mpitrain.monitor.reading.words import event_in_words
+from mpitrain.monitor.parsing.numbers import duration
+from mpitrain.monitor.parsing.words import event_in_words
 
 if TYPE_CHECKING:
     from mpitrain.monitor.record.metrics import StepMetrics

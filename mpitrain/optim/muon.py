@@ -14,14 +14,14 @@ import torch
 from torch.optim.adamw import adamw
 
 from collectives import Communicator
-from mpitrain.agreement import check_alike
 from mpitrain.optim.elementwise import adamw_in_whole_vectors
 from mpitrain.optim.newton_schulz import cost, fast_dtype, newton_schulz
 from mpitrain.optim.optimizer_checks import check_ranks
 from mpitrain.optim.owners import Matrix
-from mpitrain.optim.spread import pieces_of, spread_of
 from mpitrain.optim.uncompiled import Uncompiled
 from mpitrain.optim.whole_matrices import WholeMatrices
+from mpitrain.placement.agreement import check_alike
+from mpitrain.placement.spread import pieces_of, spread_of
 
 Group = dict[str, Any]
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from mpitrain.optim.norms import norm_of, parts_of
-from mpitrain.optim.spread import all_spread, everyone_of, is_ordered, sum_ranks_of
+from mpitrain.placement.spread import all_spread, everyone_of, is_ordered, sum_ranks_of
 
 
 @functools.cache

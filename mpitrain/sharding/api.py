@@ -16,10 +16,11 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from collectives.transports.node.anonymous import ShortOfMemoryError
-from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
-from mpitrain.optim.spread import mark_renamed, mark_replaced
 from mpitrain.parts import Part, part_of, tensor_ranks_of
+from mpitrain.placement.agreement import check_alike
+from mpitrain.placement.marks import box_of, is_ignored, mark_ignored, name_before
+from mpitrain.placement.spread import mark_renamed, mark_replaced
 from mpitrain.sharding.methods import register_generate
 from mpitrain.sharding.module import ShardedModule, guard, sharded_kind
 from mpitrain.sharding.optim.before_step import watch_steps
@@ -44,7 +45,6 @@ from mpitrain.sharding.setup.room import NewUnit, lacks_room, say_private
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import Cut
-from mpitrain.sharding.unit.marks import box_of, is_ignored, mark_ignored, name_before
 from mpitrain.sharding.unit.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
 from mpitrain.sharding.unit.rows import guard_shards

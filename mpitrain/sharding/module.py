@@ -11,6 +11,7 @@ from torch import nn
 
 from mpitrain.part_tensor import LOAD_WHOLE
 from mpitrain.parts import stages_of
+from mpitrain.placement.marks import box_of
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.setup.blocks import has_forward
 from mpitrain.sharding.setup.foreign import refuse_wrapping
@@ -21,7 +22,6 @@ from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.step.tree import check_added
 from mpitrain.sharding.unit.guards import Guards
-from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import enter_parts, kind_of, root_of, sharded_params, unit_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
 from mpitrain.sharding.unit.unit import Unit, UnitState

@@ -10,7 +10,7 @@ from torch import nn
 
 from collectives.texts import show_bytes
 from mpitrain.parts import part_of
-from mpitrain.sharding.unit.marks import box_of
+from mpitrain.placement.marks import box_of
 from mpitrain.sharding.unit.registry import kind_of, params_by_shard, unit_of
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.agreement import digest
+from mpitrain.placement.agreement import digest
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.setup.readiness import some
 from mpitrain.sharding.step.checks.full_writes import fates_of

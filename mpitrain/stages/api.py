@@ -17,13 +17,13 @@ from collectives import Communicator
 from collectives.diagnosis import stacks
 from collectives.transports.node.noted_room import note_room
 from mpitrain import parts
-from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
 from mpitrain.models.stage_plan import StagePlan
 from mpitrain.models.transformers_plan import stage_plan_of_transformers
 from mpitrain.optim.optimizer_checks import watch_optimizers
-from mpitrain.optim.spread import spread_of
 from mpitrain.optim.torch_calls import watch_norms
+from mpitrain.placement.agreement import check_alike
+from mpitrain.placement.spread import spread_of
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run
 from mpitrain.stages.inputs import Inputs, call_of, check_inputs, described

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpitrain.agreement import hash_of_values
+from mpitrain.placement.agreement import hash_of_values
 
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """The arguments of one forward: a tensor, a sequence of them, or named ones."""

@@ -18,8 +18,8 @@ from torch import nn
 from collectives import Communicator, Work
 from mpitrain import parts
 from mpitrain.axes import group_among, group_of
-from mpitrain.optim.spread import mark_cut, mark_replaced
 from mpitrain.part_tensor import watch_state_dicts
+from mpitrain.placement.spread import mark_cut, mark_replaced
 from mpitrain.stages.schedules import Schedule
 
 

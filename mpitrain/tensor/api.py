@@ -9,13 +9,13 @@ from torch import nn
 
 from collectives import Communicator
 from mpitrain import parts
-from mpitrain.agreement import check_alike
 from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
-from mpitrain.optim.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.part_tensor import watch_state_dicts
 from mpitrain.parts import Part
+from mpitrain.placement.agreement import check_alike
+from mpitrain.placement.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.stage_streams import SplitStream, mark_split, stream_of_stages
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts

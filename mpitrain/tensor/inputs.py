@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.agreement import check_alike, hash_of_values
 from mpitrain.parts import part_of
+from mpitrain.placement.agreement import check_alike, hash_of_values
 from mpitrain.stage_streams import stream_of_stages
 from mpitrain.tensor.exchange import Exchange
 

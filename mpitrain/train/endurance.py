@@ -13,13 +13,13 @@ from collectives.texts import show_bytes
 from mpitrain.config import Config
 from mpitrain.data.loading import Corpus, Documents
 from mpitrain.data.tokens import TokenFiles
-from mpitrain.elastic import marks
 from mpitrain.elastic.copies.holding import hold, remove_all
 from mpitrain.elastic.copies.restoring import NodeCopies, find_state
 from mpitrain.elastic.copies.taking import Copies
 from mpitrain.elastic.lease import Lease, first_number, read_lease
 from mpitrain.elastic.survive import Progress, Recovered, going_on
-from mpitrain.rank0 import on_rank0
+from mpitrain.monitor.record import marks
+from mpitrain.placement.rank0 import on_rank0
 from mpitrain.train.checkpoints.meta import Age
 from mpitrain.train.run import Run
 from mpitrain.weights.state import Collected

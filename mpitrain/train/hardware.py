@@ -17,7 +17,7 @@ from collectives.launcher import launcher_name
 from collectives.selection.table_cache import cpu_model
 from collectives.transports.mpi import library_version
 from mpitrain.config import Config, ParallelConfig
-from mpitrain.plan.measuring.memory import node_bytes
+from mpitrain.monitor.machine.memory import node_bytes
 from mpitrain.products import product
 
 

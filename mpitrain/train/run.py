@@ -24,13 +24,13 @@ from ckpt.storage.catalog import reason_to_keep, step_of
 from collectives.launcher import environment_of_program
 from collectives.texts import without_secrets
 from mpitrain.config import Config, ConfigError, FolderInUseError, has_secrets, packed_settings, public, to_toml
-from mpitrain.elastic.folder_lock import FolderLock, LockedError, new_token, owns
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
-from mpitrain.elastic.marks import LOCK, is_left_behind
 from mpitrain.files import OddFileError, adding, replace
 from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import NAME as EVENTS
 from mpitrain.monitor.record.events import write_event
+from mpitrain.monitor.record.folder_lock import FolderLock, LockedError, new_token, owns
+from mpitrain.monitor.record.marks import LOCK, is_left_behind
 from mpitrain.train.checkpoints.meta import age_of
 from mpitrain.train.stop_request import StopRequests
 

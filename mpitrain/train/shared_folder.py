@@ -6,9 +6,9 @@ from collections.abc import Callable
 import collectives
 from collectives import Communicator
 from mpitrain.config import Config
-from mpitrain.elastic.marks import Marks, Phase, Reason, launch_number
 from mpitrain.files import check_own
-from mpitrain.rank0 import on_rank0
+from mpitrain.monitor.record.marks import Marks, Phase, Reason, launch_number
+from mpitrain.placement.rank0 import on_rank0
 from mpitrain.train.run import Run
 
 

@@ -10,9 +10,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mpitrain.elastic.folder_lock import Holder
-from mpitrain.elastic.marks import last_launch, read_done, write
 from mpitrain.files import read_object
+from mpitrain.monitor.record.folder_lock import Holder
+from mpitrain.monitor.record.marks import last_launch, read_done, write
 
 NAME = ".stop"
 EVERY_S = 1.0

@@ -13,7 +13,6 @@ import collectives
 from collectives import Communicator, recovery
 from mpitrain.config import Config
 from mpitrain.data.loading import Documents, say_what_stays
-from mpitrain.elastic.marks import Reason, launch_number
 from mpitrain.elastic.supervisor.batch import is_batch_job
 from mpitrain.files import replace
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
@@ -21,8 +20,9 @@ from mpitrain.models.draws import seed_all
 from mpitrain.monitor.console import Terminal
 from mpitrain.monitor.heading import heading
 from mpitrain.monitor.record.lines import is_evaluated
+from mpitrain.monitor.record.marks import Reason, launch_number
 from mpitrain.monitor.record.metrics import StepMetrics
-from mpitrain.rank0 import on_rank0
+from mpitrain.placement.rank0 import on_rank0
 from mpitrain.sharding.step.checks.same_inputs import not_compared
 from mpitrain.train import stop
 from mpitrain.train.batches.losses import SourceLosses

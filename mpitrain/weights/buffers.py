@@ -15,8 +15,8 @@ from torch import nn
 
 from ckpt.convert.formats.safetensors import some
 from collectives import Communicator
-from mpitrain.agreement import digest
-from mpitrain.sharding.unit.marks import is_ignored
+from mpitrain.placement.agreement import digest
+from mpitrain.placement.marks import is_ignored
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

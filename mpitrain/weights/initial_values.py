@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from mpitrain.optim.spread import mark_cut, mark_replaced
 from mpitrain.parts import part_of
 from mpitrain.placement.fills import Init, fill_, fill_box_
+from mpitrain.placement.marks import box_of
+from mpitrain.placement.spread import mark_cut, mark_replaced
 from mpitrain.sharding.buffers import with_memory
-from mpitrain.sharding.unit.marks import box_of
 
 
 def initialize(model: nn.Module, rule: Callable[[str], Init] | None = None, *, seed: int = 0) -> None:

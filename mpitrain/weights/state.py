@@ -28,7 +28,7 @@ from ckpt.storage.places import copies_of
 from ckpt.views import plain
 from collectives import Communicator
 from mpitrain.parts import stages_of
-from mpitrain.rank0 import on_rank0
+from mpitrain.placement.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.unit.registry import compression_of, diloco_of

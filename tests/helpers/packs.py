@@ -6,9 +6,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from mpitrain.doctor.pack import archive
-from mpitrain.doctor.pack.archive import HEADER_BYTES
-from mpitrain.doctor.pack.contents import SOURCES, Entry, Layout
+from mpitrain.tools.doctor.pack import archive
+from mpitrain.tools.doctor.pack.archive import HEADER_BYTES
+from mpitrain.tools.doctor.pack.contents import SOURCES, Entry, Layout
 
 
 def small_pack(path: Path) -> Path:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.parsing.events import read_events
 from mpitrain.monitor.record.events import REGULAR
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slurm_cluster import Slurm
 
-from mpitrain.elastic import marks
+from mpitrain.monitor.record import marks
 
 
 def main(event: str, root: Path, folder: Path, run: Path, script: Path, arguments: list[str]) -> int:

@@ -7,8 +7,8 @@ import pytest
 from pretended_hosts import on_hosts
 
 from collectives import Communicator
-from mpitrain.bench.network import losses
-from mpitrain.bench.network.results import LossesLaunch
+from mpitrain.tools.bench.network import losses
+from mpitrain.tools.bench.network.results import LossesLaunch
 
 
 @pytest.mark.ranks(2)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from collectives import Communicator
-from mpitrain.bench.network import compression
-from mpitrain.bench.parts import batch_norm, muon
+from mpitrain.tools.bench.network import compression
+from mpitrain.tools.bench.parts import batch_norm, muon
 
 pytestmark = pytest.mark.ranks(2)
 

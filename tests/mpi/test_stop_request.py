@@ -7,7 +7,7 @@ from small_trainers import in_step, maker
 
 import ckpt
 from collectives import Communicator
-from mpitrain.elastic.marks import Done, read_done, write
+from mpitrain.monitor.record.marks import Done, read_done, write
 from mpitrain.train import stop_request
 
 

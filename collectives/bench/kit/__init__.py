@@ -1,4 +1,4 @@
-"""The kit of all benchmarks: of collectives here, of `ckpt.bench` and of `mpitrain.bench`.
+"""The kit of all benchmarks: of collectives here, of `ckpt.bench` and of `mpitrain.tools.bench`.
 
 A `Contestant` is a library, an algorithm or a layout with a method `turn`, which performs the measured actions once and returns this
 rank's seconds. A contestant that cannot be made on these ranks raises `CannotTakePart`, and is reported as skipped. `take_turns` calls

@@ -25,7 +25,7 @@ from mpitrain.data.tokenize.output import Numbers, Output, summed
 from mpitrain.data.tokenize.progress import Shown
 from mpitrain.data.tokenizers import JsonTokenizer, load_tokenizer
 from mpitrain.data.tokens import MegatronWriter, smallest_dtype
-from mpitrain.rank0 import on_rank0
+from mpitrain.placement.rank0 import on_rank0
 
 _LOOK_EVERY_S = 0.5
 _LOOK_SHARE = 50  # a look at a slow file system, with thousands of files, takes at most 2 % of the time

@@ -23,7 +23,7 @@ from mpitrain.config import ConfigError, FolderInUseError
 from mpitrain.data.documents import VERSION
 from mpitrain.data.remarks import Remark, say_remark
 from mpitrain.data.tokenize.documents import Piece
-from mpitrain.elastic.folder_lock import FolderLock, LockedError
+from mpitrain.monitor.record.folder_lock import FolderLock, LockedError
 
 _SETTINGS, _VERSION, _MARKS = "tokenize.json", "reader", "marks"
 

@@ -40,7 +40,7 @@ def own_folder() -> Path:
 def own_folders(begin: str = "mpitrain", place: Path | None = None) -> list[Path]:
     """The folders that are there. The copies of a run may be in several: a name may have become free.
 
-    Packs have such folders, too (mpitrain/doctor/pack/start.sh). `begin`: of the names. `place`: if it is not node memory.
+    Packs have such folders, too (mpitrain/tools/doctor/pack/start.sh). `begin`: of the names. `place`: if it is not node memory.
     """
     return [path for path in _names(begin, place) if _is_own(path)]
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
 from mpitrain.elastic.supervisor.hosts import is_own
 from mpitrain.elastic.supervisor.mpi_files.sessions import Found, Session, script
+from mpitrain.monitor.record.marks import SUPERVISOR_VARIABLE
 
 SWEEP = r"""
 begun() { stat=$(cat "/proc/$1/stat" 2>/dev/null) && set -- ${stat##*) } && echo "${20}"; }

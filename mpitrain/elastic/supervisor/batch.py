@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpitrain.elastic.marks import whole
 from mpitrain.files import read_object, replace
+from mpitrain.monitor.record.marks import whole
 
 QUEUE = ".requeue"
 MAX_FRUITLESS = 2

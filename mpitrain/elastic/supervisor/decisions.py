@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from mpitrain.elastic.marks import Done
+from mpitrain.monitor.record.marks import Done
 
 
 class Policy(NamedTuple):

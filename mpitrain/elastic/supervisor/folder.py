@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Hashable
 from pathlib import Path
 
-from mpitrain.elastic import marks
 from mpitrain.elastic.lease import as_text, read_lease
-from mpitrain.elastic.marks import Alive, Done
 from mpitrain.elastic.supervisor.texts import public
 from mpitrain.files import adding, making, read_beginning, read_object, write_all
+from mpitrain.monitor.record import marks
+from mpitrain.monitor.record.marks import Alive, Done
 
 FAILURE = "failure.txt"
 _FIRST_FAILURE = ".failure"  # of ranks that do not know their folder yet; a link to the other one later

@@ -5,7 +5,7 @@ import os
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from mpitrain.elastic.marks import Alive
+from mpitrain.monitor.record.marks import Alive
 
 
 def _of_steps() -> float:

@@ -2,8 +2,8 @@
 
 import socket
 
-from mpitrain.elastic.marks import Alive
 from mpitrain.files import load_alone
+from mpitrain.monitor.record.marks import Alive
 
 for name in ("secret_tokens", "secret_forms", "addresses", "texts", "cgroup"):  # each imports those before it
     load_alone(name)

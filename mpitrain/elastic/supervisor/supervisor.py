@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mpitrain.elastic.copies.remote import script
-from mpitrain.elastic.marks import SUPERVISOR_VARIABLE, VARIABLES
 from mpitrain.elastic.supervisor.agents import Agent, Answer, clean, count, probe, sweep
 from mpitrain.elastic.supervisor.batch import GOES_ON, Queue, ending_state, job_state
 from mpitrain.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
@@ -28,6 +27,7 @@ from mpitrain.elastic.supervisor.texts import public
 from mpitrain.elastic.supervisor.words import Command, resume_of
 from mpitrain.monitor.record.alerts import Alerts
 from mpitrain.monitor.record.events import write_event
+from mpitrain.monitor.record.marks import SUPERVISOR_VARIABLE, VARIABLES
 
 _LOOK_S = 0.1
 _HOSTS_S = 5.0  # between two looks for hosts, without which no launch is possible

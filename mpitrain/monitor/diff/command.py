@@ -14,12 +14,14 @@ from ckpt.storage.remote import Url
 from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.texts import shown as shown_text
 from collectives.texts import without_secrets
-from mpitrain.monitor.diff import checkpoints, conditions, metrics
+from mpitrain.monitor import conditions
+from mpitrain.monitor.diff import checkpoints, metrics
 from mpitrain.monitor.diff import printing as shown
 from mpitrain.monitor.diff.checkpoints import CheckpointDifference
 from mpitrain.monitor.diff.metrics import MetricsDifference
+from mpitrain.monitor.diff.starts import of_run
+from mpitrain.monitor.parsing.words import counted
 from mpitrain.monitor.reading.run import RunRecord, read_run
-from mpitrain.monitor.reading.words import counted
 from mpitrain.monitor.report.summary import heading
 
 BAD_INPUT = 2
@@ -99,7 +101,7 @@ def _compare_checkpoints(a: Place, b: Place, options: argparse.Namespace) -> int
 
 def _compare_runs(a: RunRecord, b: RunRecord, options: argparse.Namespace) -> int:
     report = shown.reporter(quiet=options.json)
-    differing = conditions.differing(conditions.of_run(a), conditions.of_run(b))
+    differing = conditions.differing(of_run(a), of_run(b))
     of_steps = metrics.compare(a, b, options.only)
     for side, run in (("A", a), ("B", b)):
         shown.say(report, f"{side}  {run.folder}: {heading(run)}", *(f"{side}  {note}" for note in run.notes))

@@ -11,10 +11,10 @@ from ckpt.commands.diff import meta_line, tensor_table
 from ckpt.commands.terminal import index_text, new_table
 from collectives.shared.terminal import console
 from collectives.texts import shown
+from mpitrain.monitor.conditions import Condition
 from mpitrain.monitor.diff.checkpoints import CheckpointDifference
-from mpitrain.monitor.diff.conditions import Condition
 from mpitrain.monitor.diff.metrics import MetricDifference, MetricsDifference, ranges_in_words
-from mpitrain.monitor.reading.words import counted
+from mpitrain.monitor.parsing.words import counted
 
 MOST = 20
 """Rows of a table; --json has all."""

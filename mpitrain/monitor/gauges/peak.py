@@ -1,6 +1,6 @@
 """The FLOP/s of a rank's device by its vendor: the reference for `mfu_vendor`.
 
-GPUs: dense products, from data sheets (mpitrain/plan/machines/ for 16 bits). CPUs: physical cores x clock x FLOPs a cycle of a core.
+GPUs: dense products, from data sheets (../machine/machines/ for 16 bits). CPUs: physical cores x clock x FLOPs a cycle of a core.
 The FLOPs a cycle are two for each lane of each unit for fused multiply-adds: Intel's and AMD's optimization manuals and Arm's software
 optimization guides name the units of each core. The clock is the highest one (cpufreq), which a core seldom keeps under such a load, so
 the peak of a CPU is an upper bound. Virtual machines seldom tell this clock: they show the base clock, which products exceed.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mpitrain.plan import machine
+from mpitrain.monitor.machine import machine
 
 _FLOAT32 = {
     "A100": 19.5e12,

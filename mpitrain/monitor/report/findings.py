@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.monitor.reading.numbers import in_words, steps_in_words
+from mpitrain.monitor.parsing.numbers import in_words, steps_in_words
+from mpitrain.monitor.parsing.words import counted
 from mpitrain.monitor.reading.run import NO_END, Event, RunRecord
-from mpitrain.monitor.reading.words import counted
 from mpitrain.monitor.report.marks import describe
 
 WARM_UP = 3

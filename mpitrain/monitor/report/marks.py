@@ -4,8 +4,8 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
+from mpitrain.monitor.parsing.words import event_in_words
 from mpitrain.monitor.reading.run import Event, RunRecord
-from mpitrain.monitor.reading.words import event_in_words
 from mpitrain.monitor.report.time_axis import TimeAxis
 
 MOST = 200

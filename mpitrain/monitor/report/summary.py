@@ -1,12 +1,10 @@
-"""The figures of a run at one glance, and the settings with their differences. Pure."""
+"""The figures of a run at one glance. Pure."""
 
-import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpitrain.monitor.reading.numbers import bytes_in_words, in_words
+from mpitrain.monitor.parsing.numbers import bytes_in_words, in_words
 from mpitrain.monitor.reading.run import RunRecord
 from mpitrain.monitor.report.time_axis import TimeAxis
 
@@ -68,17 +66,3 @@ def _mean_loss(loss: np.ndarray[Any, Any]) -> str:
 
 def _median(values: np.ndarray[Any, Any], form: str) -> str:
     return form.format(np.nanmedian(values)) if np.isfinite(values).any() else ""
-
-
-def settings_of(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str], bool]]:
-    """(name, the value in each run, whether the values differ) of each setting, in the order of the files. `runs`: their settings."""
-    names = dict.fromkeys(name for run in runs for name in run)
-    rows = []
-    for name in names:
-        values = [_text(run[name]) if name in run else "" for run in runs]
-        rows.append((name, values, len(set(values)) > 1))
-    return rows
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from collectives.texts import shown
 from mpitrain.config.settings import MOST_TRACED
-from mpitrain.elastic.folder_lock import Holder
+from mpitrain.monitor.record.folder_lock import Holder
 from mpitrain.monitor.trace import request
 
 _POLL_S = 0.2

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from collectives.texts import shown
 from mpitrain.config.settings import MOST_TRACED
 from mpitrain.files import json_of
-from mpitrain.monitor.reading.lines import ERRORS, MOST_RANKS
+from mpitrain.monitor.parsing.lines import ERRORS, MOST_RANKS
 from mpitrain.monitor.trace.events import COMMUNICATION, LAYERS, PIPELINE, STEPS, WAIT
 from mpitrain.monitor.trace.packing import lines_of, no_trace
 

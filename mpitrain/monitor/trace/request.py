@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.config.settings import MOST_TRACED
-from mpitrain.elastic.marks import number, whole, write
 from mpitrain.files import read_object
+from mpitrain.monitor.record.marks import number, whole, write
 
 NAME = ".trace"
 EVERY_S = 1.0

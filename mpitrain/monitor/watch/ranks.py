@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from mpitrain.monitor.reading.lines import Line
+from mpitrain.monitor.parsing.lines import Line
 from mpitrain.monitor.record.ranks import busy_s
 
 _LAST = 20

@@ -9,9 +9,9 @@ from typing import Any
 from rich.text import Text
 
 from collectives.texts import shown
-from mpitrain.monitor.reading.lines import Line
-from mpitrain.monitor.reading.numbers import duration
-from mpitrain.monitor.reading.words import GRAVE, ODD, counted, event_in_words
+from mpitrain.monitor.parsing.lines import Line
+from mpitrain.monitor.parsing.numbers import duration
+from mpitrain.monitor.parsing.words import GRAVE, ODD, counted, event_in_words
 from mpitrain.monitor.record.metrics import PARTS
 from mpitrain.monitor.watch import ranks
 from mpitrain.monitor.watch.charts import TWO_CHARTS, Range, Screen, charts

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collectives.texts import shown
-from mpitrain.elastic.marks import DONE, LOCK, OLD_S, STALE_S, last_launch, read_done
 from mpitrain.files import read_beginning
 from mpitrain.monitor.pace import Pace
-from mpitrain.monitor.reading.events import read_events, seconds_of
+from mpitrain.monitor.parsing.events import read_events, seconds_of
+from mpitrain.monitor.parsing.lines import Line
+from mpitrain.monitor.parsing.numbers import duration
+from mpitrain.monitor.parsing.words import damaged
 from mpitrain.monitor.reading.follow import Follower
-from mpitrain.monitor.reading.lines import Line
-from mpitrain.monitor.reading.numbers import duration
 from mpitrain.monitor.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings
-from mpitrain.monitor.reading.words import damaged
 from mpitrain.monitor.record.events import NAME as EVENTS
+from mpitrain.monitor.record.marks import DONE, LOCK, OLD_S, STALE_S, last_launch, read_done
 from mpitrain.monitor.watch.ranks import RankFigures
 from mpitrain.monitor.watch.series import Thinned
 
@@ -241,7 +241,7 @@ class Watched:
 
     def _gone(self) -> str | None:
         """Why no job trains here any more, if this host sees that its process has ended."""
-        from mpitrain.elastic.folder_lock import Holder  # the import takes 0.3 s, and most views do not need it
+        from mpitrain.monitor.record.folder_lock import Holder  # the import takes 0.3 s, and most views do not need it
 
         return Holder(self.folder).is_gone()
 

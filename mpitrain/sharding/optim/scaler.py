@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mpitrain.optim.norms import all_finite
-from mpitrain.optim.spread import everyone_of
+from mpitrain.placement.spread import everyone_of
 from mpitrain.sharding.step.step import check_reduced
 from mpitrain.sharding.unit.registry import compression_of
 

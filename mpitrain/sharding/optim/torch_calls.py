@@ -9,9 +9,9 @@ import torch
 from torch.nn.utils import clip_grad
 
 from mpitrain.optim.torch_calls import around, params_of_clip, watch_norms
+from mpitrain.placement.marks import box_of
 from mpitrain.sharding.step.step import check_reduced, routes_of
 from mpitrain.sharding.unit import rows
-from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import all_sharded
 from mpitrain.torch_internals import set_compiler, storage_of
 

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from mpitrain.placement.marks import box_of
 from mpitrain.sharding.setup.options import Options
-from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.registry import kind_of
 
 REMEDY = "build the same model on all ranks and shard it with the same arguments in the same order"

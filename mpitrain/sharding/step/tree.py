@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from mpitrain.sharding.unit.marks import box_of, is_ignored
+from mpitrain.placement.marks import box_of, is_ignored
 from mpitrain.sharding.unit.parameter import functional_call
 from mpitrain.torch_internals import in_functional_call
 

@@ -15,13 +15,14 @@ from torch import nn
 
 from ckpt.views import plain
 from collectives import Communicator
-from mpitrain.optim.spread import mark_spread
 from mpitrain.parts import mark_part, part_of
+from mpitrain.placement.boxes import ShardBox
+from mpitrain.placement.marks import mark_shard
+from mpitrain.placement.spread import mark_spread
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.gradients import Gradients, where_shards_live
-from mpitrain.sharding.unit.layout import ShardBox, rows_of
-from mpitrain.sharding.unit.marks import mark_shard
+from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.unit.storage import Storage

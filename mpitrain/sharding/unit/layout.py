@@ -13,28 +13,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mpitrain.parts import row_dim
+from mpitrain.placement.boxes import ShardBox
 
 Cut = Literal["rows", "parameters"]
 """Where a flat buffer may be cut: between rows of parameters, or only between parameters."""
 
 MOST_PADDING = 0.02  # share of the elements; if equal shards need more, shards are only as equal as rows allow
 ALIGN = 32  # elements: 64 bytes of bf16, 128 of fp32; neighbouring parameters do not share a cache line
-
-
-class ShardBox(NamedTuple):
-    """A rank's part of a parameter: `shape` at `offset` in the full `full_shape`; elements `start`, ... of the flat buffer."""
-
-    full_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 def rows_of(full: Any, box: ShardBox) -> Any:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from mpitrain.placement.boxes import ShardBox
 from mpitrain.sharding.ranks import DataParallelRanks
-from mpitrain.sharding.unit.layout import ShardBox
 from mpitrain.torch_internals import in_functional_call
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import ckpt
 from collectives.texts import shown, without_secrets
 from collectives.version import newer_release, release
-from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.parsing.events import read_events
 
 
 def about_newer(start: Path | ckpt.Url | None, folder: Path | None) -> str:

@@ -29,8 +29,8 @@ from mpitrain.config import (
 from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
 from mpitrain.models.draws import seed_all
-from mpitrain.monitor.diff.conditions import changes_of_bits, of_checkpoint
-from mpitrain.rank0 import on_rank0
+from mpitrain.monitor.conditions import changes_of_bits, of_checkpoint
+from mpitrain.placement.rank0 import on_rank0
 from mpitrain.sharding import DiLoCo
 from mpitrain.sharding.unit.registry import diloco_of
 from mpitrain.sharding.unit.wires import chosen_format
@@ -97,7 +97,7 @@ def collect(
 
 
 def _conditions(config: Config, comm: Communicator, hardware: dict[str, Any]) -> dict[str, Any]:
-    """What the bits of a run depend on, besides its state: a part of the meta. `mpitrain.monitor.diff.conditions` reads it."""
+    """What the bits of a run depend on, besides its state: a part of the meta. `mpitrain.monitor.conditions` reads it."""
     return {
         "config": packed_settings(to_toml(public(config))),
         "num_ranks": comm.size,

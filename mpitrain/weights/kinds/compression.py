@@ -13,8 +13,8 @@ import torch
 
 import ckpt
 from collectives import Communicator
-from mpitrain.optim.spread import pieces_of
 from mpitrain.parts import part_of
+from mpitrain.placement.spread import pieces_of
 from mpitrain.sharding.compression.compression import Compression, ParamState
 from mpitrain.weights.kinds.kind import There
 

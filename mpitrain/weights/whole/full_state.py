@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.rank0 import on_rank0
+from mpitrain.placement.rank0 import on_rank0
 from mpitrain.sharding.buffers import with_memory
 from mpitrain.weights.buffers import persistent_buffers, warn_of_differences
 from mpitrain.weights.extra_state import extra_states, is_extra_state, modules_with_extra_state

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mpitrain.rank0 import on_rank0
+from mpitrain.placement.rank0 import on_rank0
 from mpitrain.weights.targets import Target, begin, fill, targets_of
 from mpitrain.weights.whole.files import FileTensor, Rename, find, opened, some
 

@@ -16,10 +16,10 @@ from fuzzing.verdict import fault
 from collectives.texts import shown
 from mpitrain.cli import main
 from mpitrain.config import of_run
-from mpitrain.elastic import marks
-from mpitrain.elastic.folder_lock import Holder
 from mpitrain.elastic.lease import read_lease
 from mpitrain.elastic.supervisor.folder import RunFolder
+from mpitrain.monitor.record import marks
+from mpitrain.monitor.record.folder_lock import Holder
 from mpitrain.monitor.record.lines import LinesFile, is_evaluated
 from mpitrain.monitor.trace import request
 from mpitrain.monitor.trace.drawn import Drawn

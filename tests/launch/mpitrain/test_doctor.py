@@ -13,7 +13,7 @@ import pytest
 from hosts import need_namespaces
 from launching import ROOT, Result, clean_environment, is_open_mpi, launch, run
 
-from mpitrain.doctor.checks import CHECKS
+from mpitrain.tools.doctor.checks import CHECKS
 
 MPICH = ROOT / ".venv/mpich/bin/mpirun"
 DOCTOR = ("-m", "mpitrain", "doctor")
@@ -107,7 +107,7 @@ def busy_child(pid: int) -> int:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             for task in Path(f"/proc/{child}/task").iterdir():
                 for grandchild in (task / "children").read_text().split():
-                    if b"mpitrain.doctor.packages" in Path(f"/proc/{grandchild}/cmdline").read_bytes():
+                    if b"mpitrain.tools.doctor.packages" in Path(f"/proc/{grandchild}/cmdline").read_bytes():
                         return int(child)
     except OSError:
         pass

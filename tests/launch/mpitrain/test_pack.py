@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain import cli
-from mpitrain.bench import calls  # noqa: F401  # as long as this environment is the one of Python's path
-from mpitrain.doctor.pack import command, contents  # noqa: F401
+from mpitrain.tools.doctor.pack import contents
 from tests.helpers.packs import inside, say, wait_until_removed
 
 VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.doctor.pack.archive import HEADER_BYTES
+from mpitrain.tools.doctor.pack.archive import HEADER_BYTES
 from tests.helpers.packs import inside, other_head, read, removers, say, small_pack, start, wait_until_removed
 
 

@@ -18,9 +18,9 @@ from launching import ROOT, YIELDS, Result, is_open_mpi, job_environment, run
 from main_job import STEPS, command, losses, metrics
 from run_events import faults
 
-from mpitrain.elastic import marks
-from mpitrain.elastic.folder_lock import FolderLock
 from mpitrain.elastic.supervisor.folder import VARIABLES
+from mpitrain.monitor.record import marks
+from mpitrain.monitor.record.folder_lock import FolderLock
 
 
 def elastic(num_ranks: int, options: list[str], program: list[str], **other: object) -> Result:
@@ -179,7 +179,7 @@ PROGRAM = """
 import os, pathlib, signal, sys, time
 asked = []
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
-from mpitrain.elastic.marks import Marks, launch_number, starting
+from mpitrain.monitor.record.marks import Marks, launch_number, starting
 starting()
 folder = pathlib.Path(sys.argv[sys.argv.index("--run") + 1])
 run = Marks(folder)

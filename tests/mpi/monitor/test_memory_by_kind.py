@@ -11,8 +11,8 @@ from collectives import Communicator
 from mpitrain.config import parse
 from mpitrain.monitor.gauges.gauges import Gauges
 from mpitrain.monitor.gauges.phases import StepClock
-from mpitrain.plan.memory.prediction import predict
 from mpitrain.sharding import sharded_params
+from mpitrain.tools.plan.memory.prediction import predict
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.model import make_model, make_optimizer
 

@@ -13,11 +13,11 @@ from collectives import Communicator
 from mpitrain.config import Config, ConfigError
 from mpitrain.models.gpt import Block
 from mpitrain.monitor.adding import Added
-from mpitrain.monitor.profile.command import main
-from mpitrain.monitor.profile.parts import Parts, parts_of
-from mpitrain.monitor.profile.places import OTHER
-from mpitrain.monitor.profile.sentences import sentences
-from mpitrain.monitor.profile.steps import MeasuredRun, measured_run
+from mpitrain.tools.profile.command import main
+from mpitrain.tools.profile.parts import Parts, parts_of
+from mpitrain.tools.profile.places import OTHER
+from mpitrain.tools.profile.sentences import sentences
+from mpitrain.tools.profile.steps import MeasuredRun, measured_run
 from mpitrain.train.trainer import Trainer
 
 STEPS = 6

@@ -17,7 +17,7 @@ import ckpt
 import mpitrain
 from collectives import Communicator
 from mpitrain.monitor.adding import Added, Moment
-from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.parsing.events import read_events
 from mpitrain.monitor.record import ranks
 from mpitrain.monitor.sinks import About, Figures
 

@@ -22,11 +22,11 @@ from mpitrain.models import GPT, GPTConfig, LanguageModel, decay_groups, muon_gr
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
 from mpitrain.optim.elementwise import SGD
-from mpitrain.optim.spread import spread_of
 from mpitrain.optim.whole_norms import WholeNorms
 from mpitrain.parts import part_of
+from mpitrain.placement.marks import box_of
+from mpitrain.placement.spread import spread_of
 from mpitrain.sharding.unit.layout import rows_of
-from mpitrain.sharding.unit.marks import box_of
 from mpitrain.stages import pipeline
 from mpitrain.weights.initial_values import initialize
 

@@ -8,14 +8,14 @@ import torch
 
 from collectives import Communicator
 from mpitrain.cli import main
-from mpitrain.plan.comparing import command as comparing
-from mpitrain.plan.comparing.cases import layouts
-from mpitrain.plan.comparing.results import ComparisonLaunch
-from mpitrain.plan.machine import load
-from mpitrain.plan.measuring import command as measuring
-from mpitrain.plan.measuring.command import measure_into
-from mpitrain.plan.measuring.small_gpt import Size, config_of
-from mpitrain.plan.measuring.steps import TrainedSteps
+from mpitrain.monitor.machine.machine import load
+from mpitrain.tools.plan.comparing import command as comparing
+from mpitrain.tools.plan.comparing.cases import layouts
+from mpitrain.tools.plan.comparing.results import ComparisonLaunch
+from mpitrain.tools.plan.measuring import command as measuring
+from mpitrain.tools.plan.measuring.command import measure_into
+from mpitrain.tools.plan.measuring.small_gpt import Size, config_of
+from mpitrain.tools.plan.measuring.steps import TrainedSteps
 
 SMALL = Size(width=32, layers=4, heads=2, context=16, batch=16)
 

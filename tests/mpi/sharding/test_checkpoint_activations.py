@@ -15,8 +15,8 @@ from ways import WAYS, spread
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.plan.memory.step import Tracker
 from mpitrain.sharding import MixedPrecisionPolicy
+from mpitrain.tools.plan.memory.step import Tracker
 
 pytestmark = pytest.mark.ranks(1, 2)
 

@@ -8,7 +8,7 @@ import pytest
 
 from collectives import Communicator
 from mpitrain.config import parse
-from mpitrain.elastic.folder_lock import STALE_S
+from mpitrain.monitor.record.folder_lock import STALE_S
 from mpitrain.train.trainer import Trainer
 
 SETTINGS = """--model.width 8 --model.layers 1 --model.heads 2 --model.context 8 --train.batch 12 --train.steps 9 --train.eval-batches 0

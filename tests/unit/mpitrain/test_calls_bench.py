@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.bench import calls
+from mpitrain.tools.bench import calls
 
 LINES = """\
 1.0 openat(AT_FDCWD</work>, "/env/lib/a.py", O_RDONLY|O_CLOEXEC) = 3</env/lib/a.py>

@@ -16,22 +16,22 @@ import pytest
 from rich.console import Console
 
 from collectives.processes import age_s
-from mpitrain.doctor import beforehand, host, network, ranks
-from mpitrain.doctor.checks import CHECKS, Check
-from mpitrain.doctor.command import main
-from mpitrain.doctor.findings import Finding, Level, each, exit_code, names, ok, show, summary
-from mpitrain.doctor.host import Disk, Leftovers, Memory, Most, Temporary
-from mpitrain.doctor.job import Mpi, NodeWork, SharedFolder
-from mpitrain.doctor.judges.host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
-from mpitrain.doctor.judges.job import judge_mpi, judge_node_work, judge_shared_folder
-from mpitrain.doctor.judges.network import judge_clocks, judge_links, judge_ports
-from mpitrain.doctor.judges.packages import Aware, judge_gpu, judge_hdf5
-from mpitrain.doctor.judges.ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
-from mpitrain.doctor.network import Clock, Link, Reach
-from mpitrain.doctor.packages import Gpu, Hdf5, Need
-from mpitrain.doctor.ranks import Cores, Environment, Limits, Names, PeerReads, Versions
-from mpitrain.doctor.worker import Failed, bounded, judged
 from mpitrain.elastic.copies.orphans import orphans, remove_orphans
+from mpitrain.tools.doctor import beforehand, host, network, ranks
+from mpitrain.tools.doctor.checks import CHECKS, Check
+from mpitrain.tools.doctor.command import main
+from mpitrain.tools.doctor.findings import Finding, Level, each, exit_code, names, ok, show, summary
+from mpitrain.tools.doctor.host import Disk, Leftovers, Memory, Most, Temporary
+from mpitrain.tools.doctor.job import Mpi, NodeWork, SharedFolder
+from mpitrain.tools.doctor.judges.host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
+from mpitrain.tools.doctor.judges.job import judge_mpi, judge_node_work, judge_shared_folder
+from mpitrain.tools.doctor.judges.network import judge_clocks, judge_links, judge_ports
+from mpitrain.tools.doctor.judges.packages import Aware, judge_gpu, judge_hdf5
+from mpitrain.tools.doctor.judges.ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
+from mpitrain.tools.doctor.network import Clock, Link, Reach
+from mpitrain.tools.doctor.packages import Gpu, Hdf5, Need
+from mpitrain.tools.doctor.ranks import Cores, Environment, Limits, Names, PeerReads, Versions
+from mpitrain.tools.doctor.worker import Failed, bounded, judged
 
 GIB = 1 << 30
 MPI = Mpi(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mpitrain.config import parse
-from mpitrain.plan.memory.prediction import KINDS, Prediction, predict
 from mpitrain.tensor.node_arrays import Sizes
+from mpitrain.tools.plan.memory.prediction import KINDS, Prediction, predict
 
 SMALL = ["--model.width", "64", "--model.layers", "4", "--model.heads", "2", "--train.batch", "16"]
 

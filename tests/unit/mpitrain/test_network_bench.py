@@ -8,8 +8,10 @@ import pytest
 from rich.console import Console
 
 from collectives.codec.formats import FORMATS
-from mpitrain.bench.network import losses, wire
-from mpitrain.bench.network.results import (
+from mpitrain.config import check_ranks, parse
+from mpitrain.config.parallel import Wire
+from mpitrain.tools.bench.network import losses, wire
+from mpitrain.tools.bench.network.results import (
     LossesLaunch,
     LossRun,
     WireLaunch,
@@ -17,9 +19,7 @@ from mpitrain.bench.network.results import (
     loss_tables,
     wire_tables,
 )
-from mpitrain.bench.results import Case
-from mpitrain.config import check_ranks, parse
-from mpitrain.config.parallel import Wire
+from mpitrain.tools.bench.results import Case
 
 CASE = Case(width=64, layers=2, heads=2, context=16, batch=1)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mpitrain.config import from_toml
-from mpitrain.plan import command
-from mpitrain.plan.machine import from_text, load, names
+from mpitrain.monitor.machine.machine import from_text, load, names
+from mpitrain.tools.plan import command
 
 SMALL = ["--model", "llama3-8b", "--ranks", "16", "--machine", "h100", "--batch", "64"]
 TEXT = """

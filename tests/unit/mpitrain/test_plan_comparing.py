@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mpitrain.plan.comparing.cases import layouts, name_of
-from mpitrain.plan.comparing.report import tables
-from mpitrain.plan.comparing.results import ComparisonLaunch, Row, excess_of_best, in_order, median_error, merged
-from mpitrain.plan.layout import MPITRAIN
-from mpitrain.plan.machine import load
-from mpitrain.plan.measuring.small_gpt import Size, config_of
-from mpitrain.plan.price import price
+from mpitrain.monitor.machine.machine import load
+from mpitrain.tools.plan.comparing.cases import layouts, name_of
+from mpitrain.tools.plan.comparing.report import tables
+from mpitrain.tools.plan.comparing.results import ComparisonLaunch, Row, excess_of_best, in_order, median_error, merged
+from mpitrain.tools.plan.layout import MPITRAIN
+from mpitrain.tools.plan.measuring.small_gpt import Size, config_of
+from mpitrain.tools.plan.price import price
 
 ROWS = [Row("a", 1.0, 1.0, 0.9), Row("b", 1.1, 1.1, 1.0), Row("c", 0.9, 1.5, 1.4), Row("d", 3.0, 2.0, 1.9)]
 

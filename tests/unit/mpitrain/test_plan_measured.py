@@ -4,15 +4,16 @@ from dataclasses import fields, replace
 
 import pytest
 
-from mpitrain.plan import price as prices
-from mpitrain.plan.kernels import Part, kernels_of
-from mpitrain.plan.layout import MPITRAIN, Layout
-from mpitrain.plan.links import gather, group, message, reduce, scatter
-from mpitrain.plan.machine import from_text, load
-from mpitrain.plan.measuring.constants import Constant, Kernels, Links, Overheads, to_toml
-from mpitrain.plan.measuring.overheads import BASE, DEEP, MANY, fitted, layouts
-from mpitrain.plan.price import price, stage_times
-from mpitrain.plan.transformer import find
+from mpitrain.monitor.machine.constants import Kernels, Links, Overheads
+from mpitrain.monitor.machine.machine import from_text, load
+from mpitrain.tools.plan import price as prices
+from mpitrain.tools.plan.kernels import Part, kernels_of
+from mpitrain.tools.plan.layout import MPITRAIN, Layout
+from mpitrain.tools.plan.links import gather, group, message, reduce, scatter
+from mpitrain.tools.plan.measuring.constants import Constant, to_toml
+from mpitrain.tools.plan.measuring.overheads import BASE, DEEP, MANY, fitted, layouts
+from mpitrain.tools.plan.price import price, stage_times
+from mpitrain.tools.plan.transformer import find
 
 KERNELS = Kernels(
     product_flops=(4e10, 5e10),

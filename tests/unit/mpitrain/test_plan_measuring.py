@@ -7,10 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mpitrain.plan.measuring import kernels, links
-from mpitrain.plan.measuring.constants import Constant, Kernels, Links, to_toml
-from mpitrain.plan.measuring.links import Found
-from mpitrain.plan.measuring.memory import node_bytes
+from mpitrain.monitor.machine.constants import Kernels, Links
+from mpitrain.monitor.machine.memory import node_bytes
+from mpitrain.tools.plan.measuring import kernels, links
+from mpitrain.tools.plan.measuring.constants import Constant, to_toml
+from mpitrain.tools.plan.measuring.links import Found
 
 SIZES = kernels.Sizes(tokens=512, width=768, parameters=1000)
 FLOPS = 2 * 512 * 768 * 4 * 768

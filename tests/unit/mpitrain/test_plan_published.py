@@ -6,13 +6,13 @@ from statistics import mean
 
 import pytest
 
-from mpitrain.plan.footprint import footprint
-from mpitrain.plan.layout import MEGATRON_2021
-from mpitrain.plan.machine import load
-from mpitrain.plan.price import price
-from mpitrain.plan.published import report
-from mpitrain.plan.published.tables import CHOICES, TABLES, Choice, choose, compare
-from mpitrain.plan.search import Job, search
+from mpitrain.monitor.machine.machine import load
+from mpitrain.tools.plan.footprint import footprint
+from mpitrain.tools.plan.layout import MEGATRON_2021
+from mpitrain.tools.plan.price import price
+from mpitrain.tools.plan.published import report
+from mpitrain.tools.plan.published.tables import CHOICES, TABLES, Choice, choose, compare
+from mpitrain.tools.plan.search import Job, search
 
 LIMITS = {  # mean and worst error
     "Narayanan 2021, table 1": (0.03, 0.08),

@@ -15,17 +15,25 @@ from rich.console import Console
 
 from mpitrain.config import check_ranks, from_toml, parse
 from mpitrain.models.sizes import SIZES, flops_per_token, num_parameters, resolve
-from mpitrain.plan.footprint import activations, footprint
-from mpitrain.plan.layout import LLAMA_2024, MEGATRON_2021, MPITRAIN, Layout, Software, rank_parameters, stage_blocks
-from mpitrain.plan.learning_rate import scaled
-from mpitrain.plan.links import exchange, gather, group, message, reduce
-from mpitrain.plan.machine import load
-from mpitrain.plan.memory.prediction import predict
-from mpitrain.plan.price import busiest_stage, price
-from mpitrain.plan.report import _size, reasons, show
-from mpitrain.plan.search import Job, Plan, layouts, search
-from mpitrain.plan.settings import to_toml
-from mpitrain.plan.transformer import NAMED, find, of_sizes
+from mpitrain.monitor.machine.machine import load
+from mpitrain.tools.plan.footprint import activations, footprint
+from mpitrain.tools.plan.layout import (
+    LLAMA_2024,
+    MEGATRON_2021,
+    MPITRAIN,
+    Layout,
+    Software,
+    rank_parameters,
+    stage_blocks,
+)
+from mpitrain.tools.plan.learning_rate import scaled
+from mpitrain.tools.plan.links import exchange, gather, group, message, reduce
+from mpitrain.tools.plan.memory.prediction import predict
+from mpitrain.tools.plan.price import busiest_stage, price
+from mpitrain.tools.plan.report import _size, reasons, show
+from mpitrain.tools.plan.search import Job, Plan, layouts, search
+from mpitrain.tools.plan.settings import to_toml
+from mpitrain.tools.plan.transformer import NAMED, find, of_sizes
 
 H100 = load("h100")
 CPU = replace(

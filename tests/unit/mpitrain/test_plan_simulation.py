@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mpitrain.plan.simulation import Job, command, draw, simulate
-from mpitrain.plan.simulation.interval import best_interval, daly_s, expected_goodput, sampled_goodput, young_s
-from mpitrain.plan.simulation.outcome import CAUSES
-from mpitrain.plan.simulation.run import run_through
-from mpitrain.plan.simulation.steps import Disturbed, Place, pipeline_seconds, slow_places
 from mpitrain.stages.schedules import SCHEDULES, Schedule, Times
 from mpitrain.stages.schedules.timeline import timeline
+from mpitrain.tools.plan.simulation import Job, command, draw, simulate
+from mpitrain.tools.plan.simulation.interval import best_interval, daly_s, expected_goodput, sampled_goodput, young_s
+from mpitrain.tools.plan.simulation.outcome import CAUSES
+from mpitrain.tools.plan.simulation.run import run_through
+from mpitrain.tools.plan.simulation.steps import Disturbed, Place, pipeline_seconds, slow_places
 
 ONE_STAGE = SCHEDULES["gpipe"](1, 1)
 FORWARD = (Times(1.0, 0.0, 0.0),)

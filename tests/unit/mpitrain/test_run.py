@@ -12,8 +12,8 @@ import ckpt
 from mpitrain.config import Config, ConfigError, differences, from_toml
 from mpitrain.config.settings import CheckpointConfig
 from mpitrain.elastic.lease import Lease, as_text, first_number, raise_lease
-from mpitrain.elastic.marks import DONE, Marks
-from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.parsing.events import read_events
+from mpitrain.monitor.record.marks import DONE, Marks
 from mpitrain.train.run import Run
 
 

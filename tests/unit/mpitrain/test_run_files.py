@@ -16,11 +16,11 @@ import pytest
 from collectives.diagnosis.checked import DifferentCallsError
 from mpitrain import files
 from mpitrain.cli import _line
-from mpitrain.elastic import marks
-from mpitrain.elastic.folder_lock import FolderLock, Holder
 from mpitrain.elastic.lease import Lease, raise_lease, read_lease
 from mpitrain.elastic.supervisor.folder import RunFolder
+from mpitrain.monitor.record import marks
 from mpitrain.monitor.record.events import write_event
+from mpitrain.monitor.record.folder_lock import FolderLock, Holder
 from mpitrain.monitor.record.lines import LinesFile, is_evaluated
 from mpitrain.monitor.trace import request
 from mpitrain.monitor.watch.watched import Watched

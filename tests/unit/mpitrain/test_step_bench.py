@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 from mpitrain import cli
-from mpitrain.bench import report
-from mpitrain.bench.memory import PssSampler, pss, state_bytes
-from mpitrain.bench.options import parse
-from mpitrain.bench.plot import plot
-from mpitrain.bench.results import Case, HookOverhead, Measured, Phases, StepRow, TrainingLaunch
-from mpitrain.bench.timing import phases
+from mpitrain.tools.bench import report
+from mpitrain.tools.bench.memory import PssSampler, pss, state_bytes
+from mpitrain.tools.bench.options import parse
+from mpitrain.tools.bench.plot import plot
+from mpitrain.tools.bench.results import Case, HookOverhead, Measured, Phases, StepRow, TrainingLaunch
+from mpitrain.tools.bench.timing import phases
 
 CASE = Case(width=64, layers=2, heads=2, context=16, batch=1)
 

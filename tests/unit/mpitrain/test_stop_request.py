@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.elastic.folder_lock import FolderLock
-from mpitrain.elastic.marks import Marks
+from mpitrain.monitor.record.folder_lock import FolderLock
+from mpitrain.monitor.record.marks import Marks
 from mpitrain.train import stop_request
 from mpitrain.train.stop_request import NAME, StopRequests, main
 

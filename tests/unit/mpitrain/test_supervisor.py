@@ -11,8 +11,6 @@ import pytest
 from launching import is_open_mpi, job_environment
 
 from collectives import launcher
-from mpitrain.elastic import marks
-from mpitrain.elastic.marks import Alive, Done, Marks
 from mpitrain.elastic.supervisor import hosts, words
 from mpitrain.elastic.supervisor.agents import Answer, choose_agent, parse_agent, probe, sweep
 from mpitrain.elastic.supervisor.command import main
@@ -21,8 +19,10 @@ from mpitrain.elastic.supervisor.folder import RunFolder
 from mpitrain.elastic.supervisor.hosts import Host
 from mpitrain.elastic.supervisor.limits import Limits, Watch
 from mpitrain.elastic.supervisor.supervisor import say
-from mpitrain.monitor.reading.events import read_events
+from mpitrain.monitor.parsing.events import read_events
+from mpitrain.monitor.record import marks
 from mpitrain.monitor.record.alerts import Alerts
+from mpitrain.monitor.record.marks import Alive, Done, Marks
 
 ROOT = Path(__file__).parents[3]
 TRAIN = ("python", "-m", "mpitrain", "--run", "a/b", "-x", "1")
@@ -385,7 +385,7 @@ def test_the_lock_of_an_ended_launch_is_broken_and_no_other(tmp_path: Path) -> N
 
 
 def test_the_lock_of_a_process_that_has_ended_on_this_host_is_removed(tmp_path: Path) -> None:
-    held = "import os, sys; from pathlib import Path; from mpitrain.elastic.folder_lock import FolderLock; "
+    held = "import os, sys; from pathlib import Path; from mpitrain.monitor.record.folder_lock import FolderLock; "
     held += "FolderLock(Path(sys.argv[1])); print(os.getpid(), flush=True); sys.stdin.read(); os._exit(1)"
     folder, lock = RunFolder(tmp_path), tmp_path / ".lock"
     command = [sys.executable, "-c", held, str(tmp_path)]

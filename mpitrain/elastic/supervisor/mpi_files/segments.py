@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.elastic.marks import SUPERVISOR_VARIABLE
+from mpitrain.monitor.record.marks import SUPERVISOR_VARIABLE
 
 _SEGMENT = re.compile(r"/dev/shm/(?:(?:sm|vader)_segment\.[^/]+\.[0-9a-f]+\.\d+|mpich_shm_[0-9a-f]+_\d+)")
 """Of Open MPI 5 and 4, and of MPICH."""

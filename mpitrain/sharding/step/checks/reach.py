@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpitrain.placement.marks import box_of
 from mpitrain.sharding.step.arguments import tensors_in
-from mpitrain.sharding.unit.marks import box_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import find, kind_of, root_of, unit_of
 from mpitrain.sharding.unit.unit import Unit

@@ -10,8 +10,8 @@ from terminals import InTerminal, shown
 
 from mpitrain.monitor.console import Terminal, describe
 from mpitrain.monitor.pace import Pace
-from mpitrain.monitor.reading.numbers import duration
-from mpitrain.monitor.reading.words import event_in_words
+from mpitrain.monitor.parsing.numbers import duration
+from mpitrain.monitor.parsing.words import event_in_words
 from mpitrain.monitor.record.metrics import StepMetrics
 
 METRICS = StepMetrics(

@@ -11,12 +11,13 @@ from checkpoints import flip_bit
 from thread_ranks import on_ranks
 
 import ckpt
-from mpitrain.bench.monitoring.recorded_runs import write_run
 from mpitrain.config.settings import kinds
-from mpitrain.monitor.diff import conditions
+from mpitrain.monitor import conditions
+from mpitrain.monitor.conditions import Effect, effect_of
 from mpitrain.monitor.diff.command import main
-from mpitrain.monitor.diff.conditions import Effect, effect_of
+from mpitrain.monitor.diff.starts import of_run
 from mpitrain.monitor.reading.run import read_run
+from mpitrain.tools.bench.monitoring.recorded_runs import write_run
 
 STEPS = 30
 
@@ -201,7 +202,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_hardware_that_changed_during_a_run(tmp_path: Path) -> None:
     lost, whole = (read_run(write_run(tmp_path / str(at), steps=200, ranks=3, lost_after=at)) for at in (100, None))
-    found = {each.name: (each.a, each.b) for each in conditions.differing(*map(conditions.of_run, (lost, whole)))}
+    found = {each.name: (each.a, each.b) for each in conditions.differing(*map(of_run, (lost, whole)))}
     assert found == {"ranks": ("3, then 2", "3"), "layout.dp_shard": ("3, then 2", "3")}
 
 

@@ -8,21 +8,21 @@ import pytest
 from rich.console import Console
 
 from mpitrain.config import check_ranks, parse
-from mpitrain.monitor.profile.advice import LEAST_GAIN, advised
-from mpitrain.monitor.profile.clock import Communicated, PlaceClock
-from mpitrain.monitor.profile.fitting import Figures, fitted, layout_of
-from mpitrain.monitor.profile.memory_kinds import Held
-from mpitrain.monitor.profile.parts import Parts, parts_of
-from mpitrain.monitor.profile.places import GRADIENTS, OTHER, PASSES, STAGES, Place, Times
-from mpitrain.monitor.profile.sentences import sentences
-from mpitrain.monitor.profile.stage_waits import StageWaits
-from mpitrain.monitor.profile.table import tables
-from mpitrain.plan.layout import MPITRAIN
-from mpitrain.plan.price import price
-from mpitrain.plan.transformer import of_sizes
 from mpitrain.stages.records import Measured
 from mpitrain.stages.schedules import StageTimes, make_schedule
 from mpitrain.stages.schedules.timeline import timeline
+from mpitrain.tools.plan.layout import MPITRAIN
+from mpitrain.tools.plan.price import price
+from mpitrain.tools.plan.transformer import of_sizes
+from mpitrain.tools.profile.advice import LEAST_GAIN, advised
+from mpitrain.tools.profile.clock import Communicated, PlaceClock
+from mpitrain.tools.profile.fitting import Figures, fitted, layout_of
+from mpitrain.tools.profile.memory_kinds import Held
+from mpitrain.tools.profile.parts import Parts, parts_of
+from mpitrain.tools.profile.places import GRADIENTS, OTHER, PASSES, STAGES, Place, Times
+from mpitrain.tools.profile.sentences import sentences
+from mpitrain.tools.profile.stage_waits import StageWaits
+from mpitrain.tools.profile.table import tables
 
 
 class At(NamedTuple):

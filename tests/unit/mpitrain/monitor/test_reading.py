@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from mpitrain import files
-from mpitrain.bench.monitoring.recorded_runs import BEGAN, write_run
-from mpitrain.monitor.reading import events as reading_events
-from mpitrain.monitor.reading import run as reading_run
-from mpitrain.monitor.reading.events import read_events
-from mpitrain.monitor.reading.readable import Readable
+from mpitrain.monitor.parsing import events as reading_events
+from mpitrain.monitor.parsing import settings
+from mpitrain.monitor.parsing.events import read_events
+from mpitrain.monitor.parsing.readable import Readable
 from mpitrain.monitor.reading.run import flat_settings, read_run
 from mpitrain.monitor.reading.smoothing import smoothed
+from mpitrain.tools.bench.monitoring.recorded_runs import BEGAN, write_run
 
 
 def test_the_whole_record(tmp_path: Path) -> None:
@@ -159,8 +159,8 @@ def test_the_last_events_are_readable(tmp_path: Path) -> None:
 
 
 def test_a_long_list_of_settings_is_the_same_beside_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_run, "MOST_SEARCHED", 200_000)
-    monkeypatch.setattr(reading_run, "_MOST_SEARCHED", 800_000)
+    monkeypatch.setattr(settings, "MOST_SEARCHED", 200_000)
+    monkeypatch.setattr(settings, "_MOST_SEARCHED", 800_000)
     shards = [f"s3://bucket/{'a' * 10_000}{number}" for number in range(30)]
     short, long = (
         flat_settings(

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.monitor.reading.run import read_run
 from mpitrain.monitor.reading.tables import Table
 from mpitrain.monitor.report.charts import Buckets, colour_limits
@@ -28,6 +27,7 @@ from mpitrain.monitor.report.pictures import draw
 from mpitrain.monitor.report.summary import at_a_glance, heading
 from mpitrain.monitor.report.time_axis import TimeAxis
 from mpitrain.monitor.stragglers import CAUSES
+from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
 
 ROOT = Path(__file__).parents[4]
 EVENTS = [

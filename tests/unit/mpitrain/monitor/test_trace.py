@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trace_checks import check
 
-from mpitrain.elastic.folder_lock import FolderLock
+from mpitrain.monitor.record.folder_lock import FolderLock
 from mpitrain.monitor.trace import command, drawn, packing, request
 from mpitrain.monitor.trace.clocks import Line, Sample, fit
 from mpitrain.monitor.trace.events import COMMUNICATION, Part, Slice, nested

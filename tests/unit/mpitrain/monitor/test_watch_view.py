@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from mpitrain.bench.monitoring.recorded_runs import Slow, write_run
-from mpitrain.elastic.marks import Marks
 from mpitrain.monitor.record.events import write_event
+from mpitrain.monitor.record.marks import Marks
 from mpitrain.monitor.report import command as report
 from mpitrain.monitor.watch.charts import Range, Screen
 from mpitrain.monitor.watch.view import split, view
 from mpitrain.monitor.watch.watched import RECENT, Watched
+from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
 
 
 def seen(folder: Path, *, width: int = 100, height: int | None = None, **more: Any) -> list[str]:
@@ -88,7 +88,7 @@ def resumed_after_a_failure(folder: Path) -> None:
 def killed_on_this_host(folder: Path) -> None:
     write_steps(folder, 1, 50, ended_s=15.0)
     script = (
-        "import os, pathlib, sys; from mpitrain.elastic.folder_lock import FolderLock; "
+        "import os, pathlib, sys; from mpitrain.monitor.record.folder_lock import FolderLock; "
         "FolderLock(pathlib.Path(sys.argv[1])); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", script, folder], timeout=60).returncode == 9

@@ -1,0 +1,1 @@
+"""Programs beside the main job: the planner, doctor, profile and benchmarks."""
