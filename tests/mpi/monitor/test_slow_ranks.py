@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from other_load import OtherLoad
 from run_events import faults
 from small_trainers import Make
 
@@ -50,7 +51,10 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(
     """The last rank sleeps in 15 steps. A rank alone has nobody to compare itself with.
 
     A busy machine may hold another rank for one of these steps, and the slow rank is then named a second time: so 7 of them in a row.
+    Ranks that share a core, with each other or with another process, use it while they wait for each other. Then a rank that sleeps
+    may seem to compute.
     """
+    load = OtherLoad()
     monkeypatch.setattr(stragglers, "LEAST_S", 1.0)
     monkeypatch.setattr(stragglers, "IN_A_ROW", 7)
     trainer = make("run", 25, *args)
@@ -60,6 +64,8 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(
             trainer, range(5, 20), 0.1 * comm.size, cause
         )  # more than ranks that share a core wait for each other
     trainer.fit()
+    num_busy = comm.size + load.cores(sum(comm.all_gather_object(load.own_s())))
+    has_cores = num_busy < len(os.sched_getaffinity(0)) + 0.2
     events = faults(trainer.run.folder)
     if comm.size == 1:
         assert events == []
@@ -68,8 +74,6 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(
     for event in events:
         assert (event["event"], event["rank"], event["host"]) == ("straggler", slow, platform.node())
         assert event["factor"] > stragglers.FACTOR and event["cost_s"] > 0.5
-        # Ranks that share a core use it while they wait for each other: then a rank that sleeps may seem to compute.
-        others = {"compute", "cpu"} if comm.size > len(os.sched_getaffinity(0)) else set()
-        assert event["cause"] in {cause} | others
+        assert event["cause"] in {cause} | (set() if has_cores else {"compute", "cpu"})
     if comm.rank == 0:
         assert f"rank {slow} on {platform.node()} takes " in capsys.readouterr().out
