@@ -177,16 +177,13 @@ def uncompiled_paths(paths: Sequence[str]) -> bool:
 _HERE = Path(__file__).parent
 _FOLDERS = [
     *(_HERE.parent / name for name in ("ckpt", "collectives")),
-    *(_HERE / name for name in ("optim", "weights")),
+    *(_HERE / name for name in ("optim", "placement", "weights")),
     *(path.parent for path in sorted((_HERE / "sharding").glob("*/__init__.py"))),
 ]
 # checkpointing.py is not among them: torch's compiler takes its checkpoints into graphs.
 _FILES = [
     *(path for path in sorted((_HERE / "sharding").glob("*.py")) if path.name != "checkpointing.py"),
-    *(
-        _HERE / f"{name}.py"
-        for name in ("agreement", "batch_norm", "parts", "rank0", "stage_streams", "torch_internals")
-    ),
+    *(_HERE / f"{name}.py" for name in ("batch_norm", "parts", "stage_streams", "torch_internals")),
 ]
 _paths = [*(f"{folder}{os.sep}" for folder in _FOLDERS), *map(str, _FILES)]
 """The code that runs around a forward, an optimizer's step or a message. Empty when the compiler knows it."""

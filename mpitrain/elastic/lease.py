@@ -1,7 +1,7 @@
 """The lease of a run's folder: a number that each launch of the run, and each loss of ranks, raises.
 
 RUN/.lease has the number, and the run's id, which names the run's copies in node memory. Only the process that holds the folder's lock
-(elastic/folder_lock.py) raises the number. It says which of two states is later, and a job with a lower number writes nothing.
+(monitor/record/folder_lock.py) raises the number. It says which of two states is later, and a job with a lower number writes nothing.
 """
 
 import json

@@ -3,7 +3,7 @@
 OUT/tokenize.json               what the files are made of: a job with other settings does not go on
     NAME-000000.bin, .idx       the tokens of a piece (documents.py); none if it has no documents
     NAME-000000.json            its numbers, written last: the piece is complete
-    .lock                       the job that writes: see elastic/folder_lock.py
+    .lock                       the job that writes: see monitor/record/folder_lock.py
     .claims/NAME-000000         a rank of this job has the piece
            /failed              a rank of this job has an error: the others end
 """

@@ -129,7 +129,7 @@ class RunFolder:
         Rank 0 was on this host and is gone: nobody holds the lock, and the next job need not settle with others who takes it over.
 
         A job on another host cannot see that the holder is dead, and would wait for half a minute. The holder may live, on a host that
-        does not answer: it finds another token in the lock, and ends without a write (elastic/folder_lock.py).
+        does not answer: it finds another token in the lock, and ends without a write (monitor/record/folder_lock.py).
         """
         path = self.path / marks.LOCK
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

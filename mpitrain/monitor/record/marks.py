@@ -21,7 +21,7 @@ from mpitrain.files import read_object, replace
 
 ALIVE, DONE, LAUNCH = ".alive", ".done", ".launch"
 LOCK = ".lock"
-"""The name of the file of elastic/folder_lock.py."""
+"""The name of the file of folder_lock.py."""
 STALE_S = 30.0
 """The time without a heartbeat after which that lock is stale. A shorter stall of the file system is harmless."""
 OLD_S = 600.0

@@ -33,7 +33,7 @@ class Sources(NamedTuple):
 
 def own_sources() -> Sources:
     """The sources of this process."""
-    folder = str(Path(__file__).resolve().parents[2])
+    folder = str(Path(__file__).resolve().parents[3])
     return Sources(str(release()), sources().hex(), folder, os.uname().nodename)
 
 

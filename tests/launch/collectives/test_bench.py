@@ -246,7 +246,7 @@ def test_tensor_parallelism_is_measured_beside_torchs(tmp_path: Path) -> None:
 
 def test_the_overhead_of_hooks_is_that_of_each_rank_alone(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    fewer_units = f"import mpitrain.tools.bench.overhead\nmpitrain.bench.overhead.UNITS = 20\n{STEP_BENCH}"
+    fewer_units = f"import mpitrain.tools.bench.overhead\nmpitrain.tools.bench.overhead.UNITS = 20\n{STEP_BENCH}"
     words = ["--overhead", "--steps", "2", "--json", str(file)]
     result = launch(2, "-c", fewer_units, *words, cwd=ROOT, timeout_s=90)
     assert result.returncode == 0, str(result)

@@ -10,6 +10,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
+from mpitrain import torch_internals
 from mpitrain.torch_internals import (
     at_end_of_backward,
     count_writes,
@@ -165,3 +166,9 @@ def test_files_that_the_compiler_leaves_alone(tmp_path: Path, monkeypatch: pytes
     torch.testing.assert_close(call(torch.ones(2)), 2 * (torch.full((2,), 2.0).sin() + 1))
     names = [each.co_name for each in get_compilation_metrics()]
     assert "body" in names and "twice" not in names and counter.frame_count == 2
+
+
+def test_what_the_compiler_leaves_alone_is_there() -> None:
+    """A module that moves takes its place in these lists along."""
+    assert all(folder.is_dir() for folder in torch_internals._FOLDERS)
+    assert all(file.is_file() for file in torch_internals._FILES)
