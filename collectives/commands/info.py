@@ -10,6 +10,7 @@ from rich.text import Text
 
 import collectives
 from collectives.arrays.dtypes import MOVED, TABLE
+from collectives.environment import memory_folder
 from collectives.selection.selector import ALGORITHMS
 from collectives.selection.wire import load_codec
 from collectives.shared.terminal import Commands, console
@@ -26,7 +27,6 @@ def run(options: argparse.Namespace) -> int:
     """Show the table: under mpirun for all ranks, else for this process."""
     # Before the modules that import mpi4py, so that it says what is wrong with the MPI library.
     comm = collectives.world()
-    from collectives.environment import memory_folder
     from collectives.transports import mpi
     from collectives.transports.gpu import cuda
     from collectives.transports.node import memory

@@ -6,6 +6,8 @@ A key is the page and how a block or a command of it begins.
 import re
 from typing import TypeVar
 
+from pages import Block, Command
+
 T = TypeVar("T")
 
 TIMEOUT_S = 240.0  # of a command
@@ -419,3 +421,9 @@ FREE = (
 
 EXACT = ("docs/plan.md: ",)
 """Outputs that are the same on every machine: not only their shape is compared."""
+
+
+def entry(entries: dict[str, T], step: Block | Command) -> T | None:
+    """What a part of the table has for a step: by the page, or by the page and how the step begins."""
+    found = [value for start, value in entries.items() if step.key.startswith(start)]
+    return found[-1] if found else None

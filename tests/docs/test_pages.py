@@ -17,6 +17,7 @@ from extent import FULL
 from launching import ROOT, YIELDS, Result, job_environment, own_segments, own_session, run
 from pages import BLOCKS, Block, Command, blocks, commands, pages
 from shapes import kind, missing, words
+from table import entry
 
 SHELLS = ("commands", "session")
 STEPS: list[Block | Command] = [
@@ -89,12 +90,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     folder = tmp_path_factory.mktemp("reader")
     yield Reader(folder)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def entry(entries: dict[str, table.T], step: Block | Command) -> table.T | None:
-    """What a part of the table has for a step: by the page, or by the page and how the step begins."""
-    found = [value for start, value in entries.items() if step.key.startswith(start)]
-    return found[-1] if found else None
 
 
 @pytest.mark.timeout_s(table.TIMEOUT_S + 110)

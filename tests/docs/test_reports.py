@@ -7,7 +7,7 @@ import pytest
 import table
 from launching import ROOT
 from pages import BLOCKS, Block
-from test_pages import entry
+from table import entry
 
 REPORTS = [block for block in BLOCKS if (entry(table.LEFT_OUT, block) or "").startswith(table.FAULT)]
 OF_PYTHON = "most recent call"  # of tracebacks and of faulthandler
