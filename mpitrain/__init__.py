@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from mpitrain import health as health
     from mpitrain import models as models
     from mpitrain import tensor as tensor
-    from mpitrain.axes import mesh
-    from mpitrain.batch_norm import convert_sync_batchnorm
-    from mpitrain.models.draws import seed_all
     from mpitrain.monitor.adding import Callback, log
     from mpitrain.monitor.reading.run import read_run
     from mpitrain.monitor.sinks import Sink
+    from mpitrain.placement.axes import mesh
+    from mpitrain.placement.batch_norm import convert_sync_batchnorm
+    from mpitrain.plans.draws import seed_all
     from mpitrain.sharding import (
         EMA,
         CPUOffloadPolicy,
@@ -94,7 +94,7 @@ _MODULES = {
     "Sink": "monitor.sinks",
     "StagePlan": "stages",
     "compress_gradients": "sharding.compression",
-    "convert_sync_batchnorm": "batch_norm",
+    "convert_sync_batchnorm": "placement.batch_norm",
     "export_weights": "weights",
     "full_state_dict": "weights.whole.full_state",
     "initialize": "weights.initial_values",
@@ -102,13 +102,13 @@ _MODULES = {
     "load_full_state_dict": "weights.whole.full_state",
     "load_weights": "weights",
     "log": "monitor.adding",
-    "mesh": "axes",
+    "mesh": "placement.axes",
     "pipeline": "stages",
     "power_sgd": "sharding.compression",
     "read_run": "monitor.reading.run",
     "rounds": "sharding.rounds",
     "save": "weights.state",
-    "seed_all": "models.draws",
+    "seed_all": "plans.draws",
     "slice_mean": "sharding.rounds",
     "tensor_parallel": "tensor",
     "top_k": "sharding.compression",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpitrain.health.pieces import Boxes, Rows
-from mpitrain.parts import Part, part_of
+from mpitrain.placement.parts import Part, part_of
 from mpitrain.sharding import sharded_over
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter

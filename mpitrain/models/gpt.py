@@ -11,8 +11,8 @@ from torch import nn
 from mpitrain.models.language_model import LanguageModel
 from mpitrain.models.segments import Segments, attend
 from mpitrain.models.sizes import GPTConfig
-from mpitrain.models.stage_plan import StagePlan
 from mpitrain.placement.fills import Constant, Init, Normal
+from mpitrain.plans.stage_plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from mpitrain.models.loss import Reduction, loss_of, make_loss
 from mpitrain.models.segments import Segments
 from mpitrain.models.sizes import TransformerConfig
-from mpitrain.models.stage_plan import StagePlan
 from mpitrain.placement.fills import Init
+from mpitrain.plans.stage_plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 

@@ -15,8 +15,8 @@ from torch import nn
 from mpitrain.models.language_model import LanguageModel
 from mpitrain.models.segments import Segments, attend
 from mpitrain.models.sizes import RMS_EPS, LlamaConfig
-from mpitrain.models.stage_plan import StagePlan
 from mpitrain.placement.fills import Constant, Init, Normal
+from mpitrain.plans.stage_plan import StagePlan
 from mpitrain.tensor.plan import Style
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mpitrain.models.stage_plan import StagePlan
-from mpitrain.torch_internals import at_end_of_backward, hook_gradient, in_backward
+from mpitrain.plans.stage_plan import StagePlan
+from mpitrain.torch_glue.torch_internals import at_end_of_backward, hook_gradient, in_backward
 
 Kind = Literal["forward", "backward"]
 Mark = Callable[[str, Kind], None]

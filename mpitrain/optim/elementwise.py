@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Adam
 
-from mpitrain.optim.uncompiled import Uncompiled, plain
 from mpitrain.placement.spread import spread_of
+from mpitrain.torch_glue.uncompiled import Uncompiled, plain
 
 UNIT_BYTES = 64
 """torch's fused kernels on CPUs share a tensor among threads in such units: a vector of AVX-512, two of AVX2."""

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mpitrain.optim.optimizer_checks import check_ranks
-from mpitrain.optim.uncompiled import Uncompiled
 from mpitrain.optim.whole_norms import WholeNorms
+from mpitrain.torch_glue.uncompiled import Uncompiled
 
 
 class Adapted(NamedTuple):

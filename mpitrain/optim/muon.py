@@ -18,10 +18,10 @@ from mpitrain.optim.elementwise import adamw_in_whole_vectors
 from mpitrain.optim.newton_schulz import cost, fast_dtype, newton_schulz
 from mpitrain.optim.optimizer_checks import check_ranks
 from mpitrain.optim.owners import Matrix
-from mpitrain.optim.uncompiled import Uncompiled
 from mpitrain.optim.whole_matrices import WholeMatrices
 from mpitrain.placement.agreement import check_alike
 from mpitrain.placement.spread import pieces_of, spread_of
+from mpitrain.torch_glue.uncompiled import Uncompiled
 
 Group = dict[str, Any]
 

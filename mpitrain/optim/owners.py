@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from mpitrain.parts import Box
+from mpitrain.placement.parts import Box
 
 
 @dataclass(frozen=True)

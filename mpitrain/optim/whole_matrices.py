@@ -10,7 +10,7 @@ import torch
 
 from collectives import Communicator
 from mpitrain.optim.owners import Boxes, Matrix, assign, routes
-from mpitrain.parts import Box, Piece
+from mpitrain.placement.parts import Box, Piece
 
 Place = tuple[slice, ...]
 

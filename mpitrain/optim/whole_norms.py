@@ -8,7 +8,7 @@ import torch
 from collectives import Communicator
 from mpitrain.optim.exact_sums import block_sums, to_digits, to_float
 from mpitrain.optim.norms import reduce
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 from mpitrain.placement.spread import counts_in_norms, is_ordered, rows_of, spread_of
 
 _CHUNK = 1 << 15

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import Communicator
-from mpitrain.part_tensor import refuse
-from mpitrain.parts import Box, Part, Piece, mark_part, part_of, row_dim, watch_gradient
+from mpitrain.placement.part_tensor import refuse
+from mpitrain.placement.parts import Box, Part, Piece, mark_part, part_of, row_dim, watch_gradient
 
 
 class Spread(NamedTuple):

@@ -16,10 +16,9 @@ from torch import nn
 
 from collectives import Communicator, Mesh, launched_rank
 from collectives.transports.node.anonymous import ShortOfMemoryError
-from mpitrain.heap import keep_freed_memory
-from mpitrain.parts import Part, part_of, tensor_ranks_of
 from mpitrain.placement.agreement import check_alike
 from mpitrain.placement.marks import box_of, is_ignored, mark_ignored, name_before
+from mpitrain.placement.parts import Part, part_of, tensor_ranks_of
 from mpitrain.placement.spread import mark_renamed, mark_replaced
 from mpitrain.sharding.methods import register_generate
 from mpitrain.sharding.module import ShardedModule, guard, sharded_kind
@@ -51,7 +50,8 @@ from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage
 from mpitrain.sharding.unit.unit import Promise, Unit
 from mpitrain.sharding.unit.wires import group_for_weights, wire_groups
-from mpitrain.torch_internals import keep_compiler_out
+from mpitrain.torch_glue.heap import keep_freed_memory
+from mpitrain.torch_glue.torch_internals import keep_compiler_out
 
 _log = logging.getLogger("mpitrain")
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.part_tensor import LOAD_WHOLE
-from mpitrain.parts import stages_of
 from mpitrain.placement.marks import box_of
+from mpitrain.placement.part_tensor import LOAD_WHOLE
+from mpitrain.placement.parts import stages_of
 from mpitrain.sharding.buffers import sync_buffers
 from mpitrain.sharding.setup.blocks import has_forward
 from mpitrain.sharding.setup.foreign import refuse_wrapping
@@ -25,7 +25,7 @@ from mpitrain.sharding.unit.guards import Guards
 from mpitrain.sharding.unit.registry import enter_parts, kind_of, root_of, sharded_params, unit_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
 from mpitrain.sharding.unit.unit import Unit, UnitState
-from mpitrain.torch_internals import keep_compiler_out, not_compiled, set_compiler
+from mpitrain.torch_glue.torch_internals import keep_compiler_out, not_compiled, set_compiler
 
 
 class ShardedModule(nn.Module):

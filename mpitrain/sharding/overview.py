@@ -9,8 +9,8 @@ from rich.table import Table
 from torch import nn
 
 from collectives.texts import show_bytes
-from mpitrain.parts import part_of
 from mpitrain.placement.marks import box_of
+from mpitrain.placement.parts import part_of
 from mpitrain.sharding.unit.registry import kind_of, params_by_shard, unit_of
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import collectives
 from collectives import Communicator, Mesh
-from mpitrain.axes import group_of
+from mpitrain.placement.axes import group_of
 
 REPLICATE, SHARD, STAGES, TENSOR = ("dp_replicate",), ("dp_shard", "cp"), ("pp",), ("tp",)
 """The axes of a mesh along which a model has copies, along which ZeRO shards a copy (together: the data-parallel group), and along

@@ -16,14 +16,13 @@ from torch import nn
 from collectives import Communicator
 from collectives.diagnosis import stacks
 from collectives.transports.node.noted_room import note_room
-from mpitrain import parts
-from mpitrain.heap import keep_freed_memory
-from mpitrain.models.stage_plan import StagePlan
-from mpitrain.models.transformers_plan import stage_plan_of_transformers
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.torch_calls import watch_norms
+from mpitrain.placement import parts
 from mpitrain.placement.agreement import check_alike
 from mpitrain.placement.spread import spread_of
+from mpitrain.plans.stage_plan import StagePlan
+from mpitrain.plans.transformers_plan import stage_plan_of_transformers
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run
 from mpitrain.stages.inputs import Inputs, call_of, check_inputs, described
@@ -36,6 +35,7 @@ from mpitrain.stages.schedules import Action, Schedule, StageTimes, make_schedul
 from mpitrain.stages.schedules.dividing import divide
 from mpitrain.stages.schedules.forwards import forwards
 from mpitrain.stages.tied import mark, stages_of_params
+from mpitrain.torch_glue.heap import keep_freed_memory
 
 # Stacks in the reports of errors and of long waits tell the place in the pipeline.
 stacks.pass_over("torch", "mpitrain.stages")

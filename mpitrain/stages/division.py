@@ -4,8 +4,8 @@ from math import prod
 
 from torch import nn
 
-from mpitrain.models.stage_plan import StagePlan
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
+from mpitrain.plans.stage_plan import StagePlan
 
 
 def costs_of(model: nn.Module, plan: StagePlan) -> tuple[float, list[float], float]:

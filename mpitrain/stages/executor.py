@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from collectives.diagnosis import show_all_ranks
-from mpitrain.models.draws import seed_all
+from mpitrain.plans.draws import seed_all
 from mpitrain.stages.messages import Messages
 from mpitrain.stages.model_stages import ModelStages
 from mpitrain.stages.places import places_of
 from mpitrain.stages.records import Record
 from mpitrain.stages.schedules import Action
 from mpitrain.stages.tied import TiedRounds
-from mpitrain.torch_internals import backward
-from mpitrain.weight_gradients import Later, added_in_place, compute, waiting
+from mpitrain.torch_glue.torch_internals import backward
+from mpitrain.torch_glue.weight_gradients import Later, added_in_place, compute, waiting
 
 
 class Run:

@@ -7,8 +7,8 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mpitrain.products import product, rows
-from mpitrain.weight_gradients import Gradients, now_or_later, weight_gradient
+from mpitrain.torch_glue.products import product, rows
+from mpitrain.torch_glue.weight_gradients import Gradients, now_or_later, weight_gradient
 
 
 class _Linear(Function):

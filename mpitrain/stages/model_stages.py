@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.models.draws import mark_places_after
-from mpitrain.models.stage_plan import StagePlan
-from mpitrain.parts import mark_stack, mark_stage
-from mpitrain.stage_streams import SplitStream, mark_stages, split_of
+from mpitrain.placement.parts import mark_stack, mark_stage
+from mpitrain.placement.stage_streams import SplitStream, mark_stages, split_of
+from mpitrain.plans.draws import mark_places_after
+from mpitrain.plans.stage_plan import StagePlan
 from mpitrain.stages.passage import Enter, Leave, Nothing, Passage, PassOn
 
 

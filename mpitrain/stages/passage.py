@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mpitrain.stage_streams import SplitStream
-from mpitrain.torch_internals import storage_of
+from mpitrain.placement.stage_streams import SplitStream
+from mpitrain.torch_glue.torch_internals import storage_of
 
 
 class _At(IntEnum):

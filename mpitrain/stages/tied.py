@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from collectives import Communicator, Work
-from mpitrain import parts
-from mpitrain.axes import group_among, group_of
-from mpitrain.part_tensor import watch_state_dicts
+from mpitrain.placement import parts
+from mpitrain.placement.axes import group_among, group_of
+from mpitrain.placement.part_tensor import watch_state_dicts
 from mpitrain.placement.spread import mark_cut, mark_replaced
 from mpitrain.stages.schedules import Schedule
 

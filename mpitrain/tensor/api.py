@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain import parts
-from mpitrain.heap import keep_freed_memory
 from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.torch_calls import watch_norms
-from mpitrain.part_tensor import watch_state_dicts
-from mpitrain.parts import Part
+from mpitrain.placement import parts
 from mpitrain.placement.agreement import check_alike
+from mpitrain.placement.part_tensor import watch_state_dicts
+from mpitrain.placement.parts import Part
 from mpitrain.placement.spread import mark_cut, mark_replaced, spread_of
-from mpitrain.stage_streams import SplitStream, mark_split, stream_of_stages
+from mpitrain.placement.stage_streams import SplitStream, mark_split, stream_of_stages
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
 from mpitrain.tensor.errors import explain
@@ -27,6 +26,7 @@ from mpitrain.tensor.layout import Layout
 from mpitrain.tensor.plan import Plan, Style, parent_of, styles_of
 from mpitrain.tensor.transformers.loss import cut_loss
 from mpitrain.tensor.transformers.plans import plan_of_transformers
+from mpitrain.torch_glue.heap import keep_freed_memory
 
 
 def tensor_parallel(

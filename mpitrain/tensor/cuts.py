@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from mpitrain.parts import bounds
+from mpitrain.placement.parts import bounds
 from mpitrain.tensor import layers
 from mpitrain.tensor.layers import features_of, has_own_product
 from mpitrain.tensor.layout import Layout

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, Protocol
 import torch
 
 from collectives import Communicator
-from mpitrain.parts import bounds
+from mpitrain.placement.parts import bounds
 from mpitrain.tensor.node_arrays import NodeArrays
 
 P = ParamSpec("P")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 from mpitrain.tensor import regions
 from mpitrain.tensor.layers import TensorRanks
-from mpitrain.torch_internals import in_backward
+from mpitrain.torch_glue.torch_internals import in_backward
 
 
 def enter_region(

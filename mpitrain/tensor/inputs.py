@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.parts import part_of
 from mpitrain.placement.agreement import check_alike, hash_of_values
-from mpitrain.stage_streams import stream_of_stages
+from mpitrain.placement.parts import part_of
+from mpitrain.placement.stage_streams import stream_of_stages
 from mpitrain.tensor.exchange import Exchange
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.parts import part_of, refuse_pickle
+from mpitrain.placement.parts import part_of, refuse_pickle
 from mpitrain.tensor import regions
 from mpitrain.tensor.exchange import Exchange, own_part
 from mpitrain.tensor.vocabulary import check_classes, cross_entropy

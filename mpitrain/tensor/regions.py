@@ -26,9 +26,9 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mpitrain.products import product, product_into, rows
 from mpitrain.tensor.exchange import Exchange, own_part
-from mpitrain.weight_gradients import Gradients, now_or_later, weight_gradient
+from mpitrain.torch_glue.products import product, product_into, rows
+from mpitrain.torch_glue.weight_gradients import Gradients, now_or_later, weight_gradient
 
 Context = Any
 

@@ -9,7 +9,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from collectives import Communicator
-from mpitrain.parts import bounds
+from mpitrain.placement.parts import bounds
 from mpitrain.tensor.exchange import Exchange
 
 _CHUNK_ELEMENTS = 1 << 22  # of logits that are converted to the dtype of the loss at once

@@ -18,7 +18,7 @@ from collectives.selection.table_cache import cpu_model
 from collectives.transports.mpi import library_version
 from mpitrain.config import Config, ParallelConfig
 from mpitrain.monitor.machine.memory import node_bytes
-from mpitrain.products import product
+from mpitrain.torch_glue.products import product
 
 
 class Hardware(NamedTuple):
@@ -129,7 +129,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """The FLOP/s of a large matrix product on this rank while all ranks compute: the reference for the `mfu` of a step.
 
     Of fp32 on CPUs it is that of the faster library in torch. The layers of a plain model use torch's choice, and those of a
-    model that is cut use `mpitrain.products`, which takes oneDNN on some processors.
+    model that is cut use `mpitrain.torch_glue.products`, which takes oneDNN on some processors.
     """
     # Most CPUs have no instruction for fp16 products, which then take forty times as long.
     n = 8192 if device.type == "cuda" else 256 if dtype is torch.float16 else 1024

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from mpitrain.models import LanguageModel
-from mpitrain.models.draws import seed_all
 from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.optim.norms import Spent
+from mpitrain.plans.draws import seed_all
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.unit.registry import compression_of, diloco_of
 from mpitrain.stages import Pipeline

@@ -6,7 +6,7 @@ from collectives import Communicator
 from mpitrain.config import Config, ConfigError
 from mpitrain.elastic.lease import Lease
 from mpitrain.health import Health
-from mpitrain.models.draws import seed_all
+from mpitrain.plans.draws import seed_all
 from mpitrain.sharding.unit.registry import compression_of
 from mpitrain.train.checkpoints import saving
 from mpitrain.train.workload import Workload

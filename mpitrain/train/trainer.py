@@ -16,13 +16,13 @@ from mpitrain.data.loading import Documents, say_what_stays
 from mpitrain.elastic.supervisor.batch import is_batch_job
 from mpitrain.files import replace
 from mpitrain.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
-from mpitrain.models.draws import seed_all
 from mpitrain.monitor.console import Terminal
 from mpitrain.monitor.heading import heading
 from mpitrain.monitor.record.lines import is_evaluated
 from mpitrain.monitor.record.marks import Reason, launch_number
 from mpitrain.monitor.record.metrics import StepMetrics
 from mpitrain.placement.rank0 import on_rank0
+from mpitrain.plans.draws import seed_all
 from mpitrain.sharding.step.checks.same_inputs import not_compared
 from mpitrain.train import stop
 from mpitrain.train.batches.losses import SourceLosses

@@ -8,12 +8,12 @@ import torch
 import ckpt
 from ckpt.saving.mpio import mpio_error
 from collectives import Communicator
-from mpitrain.axes import mesh
 from mpitrain.config import Config, ConfigError, check_ranks
 from mpitrain.data.loading import load_data, speed_up
 from mpitrain.data.streaming.feed import tell
 from mpitrain.data.tokenizers import load_tokenizer
 from mpitrain.monitor.sinks import check_sinks
+from mpitrain.placement.axes import mesh
 from mpitrain.sharding.unit.registry import slices_of
 from mpitrain.train.batches.rank_batches import RankBatches
 from mpitrain.train.checkpoints.saving import settle_wires

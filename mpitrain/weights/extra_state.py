@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt.ranks import ranks_of
 from collectives import Communicator
-from mpitrain.parts import stages_of
+from mpitrain.placement.parts import stages_of
 
 _KEY = "_extra_state"
 """torch's name of it in a state dict, after the name of the module."""

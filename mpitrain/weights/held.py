@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import ckpt
-from mpitrain.parts import Part, part_of
+from mpitrain.placement.parts import Part, part_of
 from mpitrain.sharding.ranks import SHARD
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import params_by_shard

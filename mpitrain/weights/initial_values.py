@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from mpitrain.parts import part_of
 from mpitrain.placement.fills import Init, fill_, fill_box_
 from mpitrain.placement.marks import box_of
+from mpitrain.placement.parts import part_of
 from mpitrain.placement.spread import mark_cut, mark_replaced
 from mpitrain.sharding.buffers import with_memory
 

@@ -27,7 +27,7 @@ from ckpt.saving.background import wait_before_load
 from ckpt.storage.places import copies_of
 from ckpt.views import plain
 from collectives import Communicator
-from mpitrain.parts import stages_of
+from mpitrain.placement.parts import stages_of
 from mpitrain.placement.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory

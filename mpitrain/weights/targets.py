@@ -10,7 +10,7 @@ from torch import nn
 from ckpt.ranks import Ranks, ranks_of
 from ckpt.views import plain
 from collectives import Communicator
-from mpitrain.parts import Box, Part, Piece, part_of, stages_of, tensor_ranks_of
+from mpitrain.placement.parts import Box, Part, Piece, part_of, stages_of, tensor_ranks_of
 from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.state import Phase

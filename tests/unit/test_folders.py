@@ -103,14 +103,14 @@ def test_no_kind_of_parallelism_imports_another() -> None:
     """What they share is in modules beside these folders, in `optim`, and in some of `models`, which import none of them."""
     kinds = ("mpitrain.sharding", "mpitrain.tensor", "mpitrain.stages")
     shared = (
-        "mpitrain.axes",
-        "mpitrain.models.draws",
-        "mpitrain.models.stage_plan",
-        "mpitrain.models.transformers_plan",
-        "mpitrain.parts",
+        "mpitrain.placement.axes",
+        "mpitrain.plans.draws",
+        "mpitrain.plans.stage_plan",
+        "mpitrain.plans.transformers_plan",
+        "mpitrain.placement.parts",
         "mpitrain.optim",
-        "mpitrain.stage_streams",
-        "mpitrain.weight_gradients",
+        "mpitrain.placement.stage_streams",
+        "mpitrain.torch_glue.weight_gradients",
     )
     known = modules()
 
@@ -126,7 +126,7 @@ def test_no_kind_of_parallelism_imports_another() -> None:
         if any(is_of(other, kind) for kind in kinds if kind != folder)
     ]
     assert wrong == []
-    assert any(is_of(other, "mpitrain.parts") for other in imported(known["mpitrain.tensor.api"], known))
+    assert any(is_of(other, "mpitrain.placement.parts") for other in imported(known["mpitrain.tensor.api"], known))
 
 
 def test_settings_and_files_are_below_what_uses_them() -> None:

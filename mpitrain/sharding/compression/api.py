@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from mpitrain.parts import part_of
 from mpitrain.placement.agreement import check_alike
+from mpitrain.placement.parts import part_of
 from mpitrain.sharding.compression.compression import Compression, matrix_shape
 from mpitrain.sharding.compression.power_sgd import PowerSGD
 from mpitrain.sharding.compression.top_k import TopK

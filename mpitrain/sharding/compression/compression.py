@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from mpitrain.axes import group_of
 from mpitrain.optim.norms import norms_of_each
 from mpitrain.optim.owners import Matrix, assign
-from mpitrain.parts import part_of
+from mpitrain.placement.axes import group_of
+from mpitrain.placement.parts import part_of
 from mpitrain.placement.spread import counts_in_norms
 from mpitrain.sharding.compression.method import Method
 from mpitrain.sharding.ranks import DataParallelRanks

@@ -11,7 +11,7 @@ from mpitrain.placement.marks import box_of
 from mpitrain.placement.spread import first_cut
 from mpitrain.sharding.setup.foreign import check_caller
 from mpitrain.sharding.step.step import living_steps
-from mpitrain.torch_internals import keep_compiler_out, not_compiled
+from mpitrain.torch_glue.torch_internals import keep_compiler_out, not_compiled
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from mpitrain.placement.marks import box_of
 from mpitrain.sharding.step.step import check_reduced, routes_of
 from mpitrain.sharding.unit import rows
 from mpitrain.sharding.unit.registry import all_sharded
-from mpitrain.torch_internals import set_compiler, storage_of
+from mpitrain.torch_glue.torch_internals import set_compiler, storage_of
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from mpitrain import parts
+from mpitrain.placement import parts
 from mpitrain.sharding.unit.registry import kind_of
 
 

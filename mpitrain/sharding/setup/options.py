@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from collectives import Communicator, Mesh
 from collectives.selection.wire import network_format
-from mpitrain.parts import part_of
 from mpitrain.placement.marks import box_of, name_before
+from mpitrain.placement.parts import part_of
 from mpitrain.sharding.ranks import DataParallelRanks, are_apart, is_within
 from mpitrain.sharding.unit.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.unit.registry import unit_of

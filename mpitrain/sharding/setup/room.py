@@ -24,7 +24,7 @@ from collectives.texts import show_bytes
 from collectives.transports.node.memory import remedy, say_short
 from collectives.transports.node.noted_room import Room, noted_room, room_now, take_noted
 from collectives.transports.node.staged import ring_bytes
-from mpitrain.parts import stages_of
+from mpitrain.placement.parts import stages_of
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.unit.host_arrays import gradient_buffers
 from mpitrain.sharding.unit.policy import MixedPrecisionPolicy

@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from collectives import Communicator
-from mpitrain.batch_norm import SyncBatchNorm
-from mpitrain.parts import stage_of
+from mpitrain.placement.batch_norm import SyncBatchNorm
+from mpitrain.placement.parts import stage_of
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.slices.tree import TreeSum
-from mpitrain.torch_internals import count_writes, with_own_counter
+from mpitrain.torch_glue.torch_internals import count_writes, with_own_counter
 
 
 class SliceBuffers:

@@ -14,7 +14,7 @@ from mpitrain.sharding.step.state import Graph, Phase, StepState
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.unit import Unit
-from mpitrain.torch_internals import (
+from mpitrain.torch_glue.torch_internals import (
     at_end_of_backward,
     count_writes,
     run_accumulation_hooks,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from collectives import Communicator, Work
-from mpitrain.torch_internals import count_writes
+from mpitrain.torch_glue.torch_internals import count_writes
 
 
 class Fence:

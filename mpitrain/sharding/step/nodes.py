@@ -15,7 +15,7 @@ from torch import nn
 
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.unit import Unit
-from mpitrain.torch_internals import node_number, nodes_made
+from mpitrain.torch_glue.torch_internals import node_number, nodes_made
 
 
 class Place(NamedTuple):

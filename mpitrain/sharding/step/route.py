@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from mpitrain.sharding.step.nodes import Call, Model, finder
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.unit import Unit
-from mpitrain.torch_internals import leaf_of
+from mpitrain.torch_glue.torch_internals import leaf_of
 
 Expected = dict[Unit, set[tuple[Gradients, int]]]
 """The gradients that will come, each by its place; an unused unit is left out."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.models.draws import mark_places
-from mpitrain.parts import stage_of
+from mpitrain.placement.parts import stage_of
+from mpitrain.plans.draws import mark_places
 from mpitrain.sharding.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.slices.buffers import SliceBuffers
 from mpitrain.sharding.step.checks.full_writes import FullWrites
@@ -27,7 +27,7 @@ from mpitrain.sharding.step.tree import Tree
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import unit_of
 from mpitrain.sharding.unit.unit import Unit, UnitState
-from mpitrain.torch_internals import outdate, writes_to_each
+from mpitrain.torch_glue.torch_internals import outdate, writes_to_each
 
 _NUM_KEPT = 16
 """The number of writes after which calls are forgotten, even if their parameters were not written."""

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpitrain.models.draws import seeded_at_places
+from mpitrain.plans.draws import seeded_at_places
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.step.arguments import aligned, cast, tensors_in
 from mpitrain.sharding.step.backward import Backwards
@@ -44,7 +44,7 @@ from mpitrain.sharding.step.nodes import Call
 from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase
 from mpitrain.sharding.unit.unit import Unit, UnitState
-from mpitrain.torch_internals import in_backward
+from mpitrain.torch_glue.torch_internals import in_backward
 
 
 class TrainingStep(Backwards):

@@ -4,7 +4,7 @@ from torch import nn
 
 from mpitrain.placement.marks import box_of, is_ignored
 from mpitrain.sharding.unit.parameter import functional_call
-from mpitrain.torch_internals import in_functional_call
+from mpitrain.torch_glue.torch_internals import in_functional_call
 
 
 def check_added(module: nn.Module) -> None:

@@ -15,9 +15,9 @@ from torch import nn
 
 from ckpt.views import plain
 from collectives import Communicator
-from mpitrain.parts import mark_part, part_of
 from mpitrain.placement.boxes import ShardBox
 from mpitrain.placement.marks import mark_shard
+from mpitrain.placement.parts import mark_part, part_of
 from mpitrain.placement.spread import mark_spread
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
@@ -26,7 +26,7 @@ from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpitrain.sharding.unit.storage import Storage
-from mpitrain.torch_internals import hooks_on, outdate, restore, storage_of, with_own_counter
+from mpitrain.torch_glue.torch_internals import hooks_on, outdate, restore, storage_of, with_own_counter
 
 
 class FlatParameters:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from collectives import Work
-from mpitrain.parts import add_gradients, part_of
+from mpitrain.placement.parts import add_gradients, part_of
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.slices.sums import SliceSums

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any, Literal
 
-from mpitrain.parts import row_dim
 from mpitrain.placement.boxes import ShardBox
+from mpitrain.placement.parts import row_dim
 
 Cut = Literal["rows", "parameters"]
 """Where a flat buffer may be cut: between rows of parameters, or only between parameters."""

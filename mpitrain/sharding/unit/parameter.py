@@ -7,7 +7,7 @@ from torch import nn
 
 from mpitrain.placement.boxes import ShardBox
 from mpitrain.sharding.ranks import DataParallelRanks
-from mpitrain.torch_internals import in_functional_call
+from mpitrain.torch_glue.torch_internals import in_functional_call
 
 
 @dataclass(eq=False)

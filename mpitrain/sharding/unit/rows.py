@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from mpitrain.part_tensor import IN_UNSHARD, PartTensor, refuse, refuse_whole
-from mpitrain.parts import part_of
+from mpitrain.placement.part_tensor import IN_UNSHARD, PartTensor, refuse, refuse_whole
+from mpitrain.placement.parts import part_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import all_sharded, find
 from mpitrain.sharding.unit.unit import Unit

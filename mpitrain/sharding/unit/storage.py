@@ -22,7 +22,7 @@ import torch
 from collectives import Communicator, Work
 from collectives.arrays.dtypes import dtype_of
 from mpitrain.sharding.unit.layout import Cut, lay_out
-from mpitrain.torch_internals import with_own_counter
+from mpitrain.torch_glue.torch_internals import with_own_counter
 
 Kind = Literal["resident", "kept", "gathered"]
 

@@ -25,7 +25,7 @@ from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.guards import Guards
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.policy import MixedPrecisionPolicy
-from mpitrain.torch_internals import storage_of
+from mpitrain.torch_glue.torch_internals import storage_of
 
 if TYPE_CHECKING:
     from mpitrain.sharding.compression.compression import Compression

@@ -19,7 +19,7 @@ from collectives import Communicator
 from collectives.codec.formats import FORMATS
 from collectives.selection.selector import EXACT
 from collectives.selection.wire import AUTO
-from mpitrain.axes import group_of
+from mpitrain.placement.axes import group_of
 from mpitrain.sharding.ranks import DataParallelRanks, WiredGroups
 
 _log = logging.getLogger("mpitrain")

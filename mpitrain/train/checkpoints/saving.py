@@ -28,9 +28,9 @@ from mpitrain.config import (
 )
 from mpitrain.elastic.lease import Lease
 from mpitrain.models import LanguageModel
-from mpitrain.models.draws import seed_all
 from mpitrain.monitor.conditions import changes_of_bits, of_checkpoint
 from mpitrain.placement.rank0 import on_rank0
+from mpitrain.plans.draws import seed_all
 from mpitrain.sharding import DiLoCo
 from mpitrain.sharding.unit.registry import diloco_of
 from mpitrain.sharding.unit.wires import chosen_format

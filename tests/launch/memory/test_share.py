@@ -18,7 +18,7 @@ import numpy as np, torch
 import collectives
 from mpitrain.config import parse
 from mpitrain.models import decay_groups, num_parameters
-from mpitrain.axes import mesh
+from mpitrain.placement.axes import mesh
 from mpitrain.train.model import make_model
 
 def pss():

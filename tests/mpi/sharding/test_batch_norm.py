@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.batch_norm import SyncBatchNorm
+from mpitrain.placement.batch_norm import SyncBatchNorm
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

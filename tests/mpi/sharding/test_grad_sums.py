@@ -11,7 +11,7 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.models.stage_plan import StagePlan
+from mpitrain.plans.stage_plan import StagePlan
 from mpitrain.stages import pipeline
 
 FACTORS = [256.0, *[1.0] * 8]

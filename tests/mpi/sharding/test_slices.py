@@ -12,7 +12,7 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.axes import group_of
+from mpitrain.placement.axes import group_of
 
 COUNT = 8  # slices
 

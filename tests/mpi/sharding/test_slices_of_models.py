@@ -15,7 +15,7 @@ from torch import nn
 import ckpt
 import mpitrain
 from collectives import Communicator
-from mpitrain.axes import group_of
+from mpitrain.placement.axes import group_of
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)

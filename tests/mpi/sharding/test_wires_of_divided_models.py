@@ -13,7 +13,7 @@ from collectives import Communicator, Mesh, network_bytes
 from mpitrain.models import GPT, GPTConfig, LanguageModel
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 from mpitrain.sharding import CPUOffloadPolicy, fully_shard
 from mpitrain.sharding.unit.registry import sharded_params
 from mpitrain.stages import Pipeline, pipeline

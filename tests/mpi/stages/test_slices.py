@@ -12,11 +12,11 @@ from torch import nn
 import ckpt
 import mpitrain
 from collectives import Communicator
-from mpitrain.axes import group_of
 from mpitrain.models import GPT, GPTConfig, LanguageModel
 from mpitrain.models.gpt import Block
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
+from mpitrain.placement.axes import group_of
 from mpitrain.stages import pipeline
 from tests.helpers.checkpoints import tensors
 from tests.helpers.main_job import metrics, outcome

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 from mpitrain.stages.api import Pipeline
 from mpitrain.tensor import Style
 

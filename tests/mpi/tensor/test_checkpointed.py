@@ -11,7 +11,7 @@ import mpitrain
 from collectives import Communicator, Mesh
 from mpitrain.config import parse
 from mpitrain.models import GPT, Segments
-from mpitrain.parts import ranks_with_input
+from mpitrain.placement.parts import ranks_with_input
 from mpitrain.tensor import Style
 from mpitrain.tools.plan.memory.step import Tracker
 from mpitrain.train.model import make_model

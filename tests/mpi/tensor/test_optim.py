@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 import mpitrain
 from collectives import Communicator, Mesh
 from mpitrain.models import GPT, GPTConfig
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(2)

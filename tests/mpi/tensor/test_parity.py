@@ -12,7 +12,7 @@ import ckpt
 import mpitrain
 from collectives import Communicator, Mesh
 from mpitrain.models import GPTConfig, LanguageModel, LlamaConfig, TransformerConfig, build
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 from mpitrain.weights.initial_values import initialize
 
 STEPS = extent(5, 10)

@@ -7,8 +7,8 @@ import torch
 
 import mpitrain
 from collectives import Communicator
-from mpitrain import parts
 from mpitrain.models import GPT, GPTConfig
+from mpitrain.placement import parts
 from mpitrain.sharding import MixedPrecisionPolicy
 from mpitrain.weights.initial_values import initialize
 

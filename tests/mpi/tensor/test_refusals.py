@@ -12,7 +12,7 @@ from collectives import Communicator
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 from mpitrain.tensor import Style
 
 COLUMN, ROW = Style("column"), Style("row")

@@ -10,7 +10,7 @@ from ways import spread
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

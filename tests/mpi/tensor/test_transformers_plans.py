@@ -12,7 +12,7 @@ from tiny_transformers import LENGTH, batch, tiny
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.parts import part_of
+from mpitrain.placement.parts import part_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.parts import bounds, part_of
+from mpitrain.placement.parts import bounds, part_of
 from mpitrain.tensor import Style, cross_entropy, vocabulary
 from mpitrain.tensor.exchange import Exchange
 

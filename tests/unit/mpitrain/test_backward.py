@@ -7,7 +7,7 @@ import pytest
 import torch
 from launching import ROOT
 
-from mpitrain.torch_internals import backward
+from mpitrain.torch_glue.torch_internals import backward
 
 
 def test_the_gradients_are_those_of_torch() -> None:
@@ -34,7 +34,7 @@ def test_a_gradient_of_another_shape() -> None:
 
 def test_it_imports_no_sympy() -> None:
     program = (
-        "import sys, torch\nfrom mpitrain.torch_internals import backward\nx = torch.ones(3, requires_grad=True)\n"
+        "import sys, torch\nfrom mpitrain.torch_glue.torch_internals import backward\nx = torch.ones(3, requires_grad=True)\n"
         "with torch.no_grad():\n    backward([x], [x.detach()])\n"
         "assert x.grad.tolist() == [1, 1, 1]\nassert 'sympy' not in sys.modules"
     )

@@ -9,7 +9,7 @@ import pytest
 STEPS = """
 import resource
 import torch
-from mpitrain.heap import keep_freed_memory
+from mpitrain.torch_glue.heap import keep_freed_memory
 
 torch.set_num_threads(1)
 print(keep_freed_memory())

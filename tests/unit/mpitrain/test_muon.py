@@ -16,7 +16,7 @@ from mpitrain.models import GPT, GPTConfig, muon_groups
 from mpitrain.optim import Muon
 from mpitrain.optim.newton_schulz import COEFFICIENTS, EPS, cost, newton_schulz
 from mpitrain.optim.owners import Matrix, assign, routes
-from mpitrain.parts import Box
+from mpitrain.placement.parts import Box
 
 SHAPES = [(96, 32), (32, 96), (64, 64), (7, 50), (130, 33), (1, 12), (12, 1)]
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import Communicator
-from mpitrain import parts
-from mpitrain.parts import Part
+from mpitrain.placement import parts
+from mpitrain.placement.parts import Part
 
 
 def ranks(size: int) -> list[Communicator]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mpitrain import products
-from mpitrain.products import product, product_into, rows
+from mpitrain.torch_glue import products
+from mpitrain.torch_glue.products import product, product_into, rows
 
 LIBRARIES = [
     False,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpitrain.models.draws import seed_all
+from mpitrain.plans.draws import seed_all
 from mpitrain.train.checkpoints import random_states
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from collectives import Communicator
-from mpitrain import parts
 from mpitrain.models import GPT, GPTConfig
+from mpitrain.placement import parts
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.schedules.dividing import divide
 

@@ -10,8 +10,8 @@ from torch._dynamo import trace_rules
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
-from mpitrain import torch_internals
-from mpitrain.torch_internals import (
+from mpitrain.torch_glue import torch_internals
+from mpitrain.torch_glue.torch_internals import (
     at_end_of_backward,
     count_writes,
     hook_gradient,

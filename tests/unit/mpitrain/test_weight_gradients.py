@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpitrain.tensor.regions import column_product
-from mpitrain.weight_gradients import compute, waiting
+from mpitrain.torch_glue.weight_gradients import compute, waiting
 
 
 @pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True), (False, False)])

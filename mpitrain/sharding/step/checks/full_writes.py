@@ -13,7 +13,7 @@ from mpitrain.sharding.setup.readiness import some
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.unit import Unit
-from mpitrain.torch_internals import writes_to_each
+from mpitrain.torch_glue.torch_internals import writes_to_each
 
 
 class FullWrites:

@@ -22,7 +22,7 @@ import xxhash
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mpitrain.stage_streams import stream_of_stages
+from mpitrain.placement.stage_streams import stream_of_stages
 
 
 class SameInputsWarning(RuntimeWarning):

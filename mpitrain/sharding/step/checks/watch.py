@@ -19,7 +19,7 @@ from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import kind_of
 from mpitrain.sharding.unit.unit import Unit, UnitState
-from mpitrain.torch_internals import storage_of
+from mpitrain.torch_glue.torch_internals import storage_of
 
 
 class Watch(TorchDispatchMode):

@@ -12,7 +12,7 @@ from collectives import Communicator
 from collectives.bench.gloo import Gloo
 from collectives.bench.kit.turns import slowest, spread, take_turns
 from collectives.shared.terminal import positive
-from mpitrain.batch_norm import SyncBatchNorm
+from mpitrain.placement.batch_norm import SyncBatchNorm
 from mpitrain.tools.bench.options import Parser
 from mpitrain.tools.bench.parts.timed_call import TimedCall
 

@@ -5,7 +5,6 @@ from time import perf_counter
 import torch
 
 from collectives import Communicator
-from mpitrain.heap import keep_freed_memory
 from mpitrain.monitor.machine.machine import from_text
 from mpitrain.monitor.machine.memory import node_bytes, own_bytes
 from mpitrain.tools.plan.measuring.constants import Constant, Sections, to_toml
@@ -13,6 +12,7 @@ from mpitrain.tools.plan.measuring.kernels import kernels
 from mpitrain.tools.plan.measuring.links import links
 from mpitrain.tools.plan.measuring.overheads import overheads
 from mpitrain.tools.plan.measuring.rig import Rig
+from mpitrain.torch_glue.heap import keep_freed_memory
 
 ORDER = (
     "name", "flops", "memory", "memory_bandwidth", "ranks_per_node", "node_bandwidth", "bandwidth", "node_latency_s", "latency_s",

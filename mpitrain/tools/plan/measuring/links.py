@@ -13,10 +13,10 @@ from collectives import Communicator
 from collectives.bench.kit.turns import Contestant, slowest
 from collectives.bench.results import bus_factor
 from mpitrain.monitor.machine.constants import Sizes
-from mpitrain.products import product, product_into
 from mpitrain.tensor.exchange import Exchange, Room
 from mpitrain.tools.plan.measuring.constants import Constant
 from mpitrain.tools.plan.measuring.rig import Calls, Rig, take_turns_within
+from mpitrain.torch_glue.products import product, product_into
 
 CALLS = {1 << 10: 20, 1 << 16: 10, 1 << 20: 4, 1 << 24: 1}
 """The sizes of the whole array, fp32, in bytes, and the calls that are timed together. The largest exceeds most caches."""

@@ -7,10 +7,10 @@ import torch
 
 from collectives import Communicator
 from collectives.bench.kit.turns import Seconds
-from mpitrain.axes import mesh
 from mpitrain.config import Config
 from mpitrain.models.sizes import TransformerConfig
 from mpitrain.monitor.gauges.phases import StepClock
+from mpitrain.placement.axes import mesh
 from mpitrain.train.batches.micro_batch import MicroBatch
 from mpitrain.train.model import make_model, make_optimizer
 from mpitrain.train.steps.stepper import Stepper

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from collectives import Communicator
-from mpitrain.parts import bounds
+from mpitrain.placement.parts import bounds
 
 
 class SplitStream(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from mpitrain.parts import Part, part_of
-from mpitrain.torch_internals import without_overrides
+from mpitrain.placement.parts import Part, part_of
+from mpitrain.torch_glue.torch_internals import without_overrides
 
 
 class PartTensor(torch.Tensor):

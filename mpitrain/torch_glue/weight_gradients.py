@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from mpitrain.products import product, rows
-from mpitrain.torch_internals import backward
+from mpitrain.torch_glue.products import product, rows
+from mpitrain.torch_glue.torch_internals import backward
 
 Gradients = tuple[torch.Tensor | None, ...]
 """A gradient of each parameter of a layer; None for one that needs none."""

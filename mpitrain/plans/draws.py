@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from mpitrain.models.stage_plan import StagePlan
-from mpitrain.models.transformers_plan import stage_plan_of_transformers
+from mpitrain.plans.stage_plan import StagePlan
+from mpitrain.plans.transformers_plan import stage_plan_of_transformers
 
 
 def seed_all(*numbers: int) -> None:

@@ -19,7 +19,7 @@ import collectives
 from collectives import Communicator
 from mpitrain.placement.agreement import check_alike
 from mpitrain.placement.spread import spread_of
-from mpitrain.torch_internals import keep_compiler_out, not_compiled
+from mpitrain.torch_glue.torch_internals import keep_compiler_out, not_compiled
 
 _aten = torch.ops.aten
 _FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

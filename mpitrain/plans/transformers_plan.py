@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from mpitrain.models.stage_plan import StagePlan
+from mpitrain.plans.stage_plan import StagePlan
 
 _OURS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "gpt2": (("wte", "wpe", "drop"), "h", ("ln_f",)),

@@ -1,0 +1,1 @@
+"""torch, worked around: each file says which behaviour of torch it meets."""
