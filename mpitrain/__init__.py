@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mpitrain import models as models
     from mpitrain import tensor as tensor
     from mpitrain.monitor.adding import Callback, log
-    from mpitrain.monitor.reading.run import read_run
     from mpitrain.monitor.sinks import Sink
     from mpitrain.placement.axes import mesh
     from mpitrain.placement.batch_norm import convert_sync_batchnorm
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from mpitrain.sharding.rounds import rounds, slice_mean
     from mpitrain.stages import StagePlan, pipeline
     from mpitrain.tensor import tensor_parallel
+    from mpitrain.view.reading.run import read_run
     from mpitrain.weights import export_weights, load_weights
     from mpitrain.weights.initial_values import initialize
     from mpitrain.weights.state import load, save
@@ -105,7 +105,7 @@ _MODULES = {
     "mesh": "placement.axes",
     "pipeline": "stages",
     "power_sgd": "sharding.compression",
-    "read_run": "monitor.reading.run",
+    "read_run": "view.reading.run",
     "rounds": "sharding.rounds",
     "save": "weights.state",
     "seed_all": "plans.draws",

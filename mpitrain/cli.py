@@ -279,19 +279,19 @@ def _chaos(words: list[str]) -> int:
 
 
 def _watch(words: list[str]) -> int:
-    from mpitrain.monitor.watch import command
+    from mpitrain.view.watch import command
 
     return command.main(words)
 
 
 def _diff(words: list[str]) -> int:
-    from mpitrain.monitor.diff import command
+    from mpitrain.view.diff import command
 
     return command.main(words)
 
 
 def _page(words: list[str]) -> int:
-    from mpitrain.monitor.report import command
+    from mpitrain.view.report import command
 
     return command.main(words)
 
@@ -309,7 +309,7 @@ def _stop(words: list[str]) -> int:
 
 
 def _trace(words: list[str]) -> int:
-    from mpitrain.monitor.trace import command
+    from mpitrain.view.trace import command
 
     return command.main(words)
 

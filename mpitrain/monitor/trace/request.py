@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.config.settings import MOST_TRACED
+from mpitrain.config.settings import MOST_TRACED as MOST_TRACED
 from mpitrain.files import read_object
 from mpitrain.monitor.record.marks import number, whole, write
 

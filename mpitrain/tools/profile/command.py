@@ -15,13 +15,13 @@ from collectives.texts import shown
 from mpitrain.config import Config, ConfigError, TrainConfig, check_ranks, parse
 from mpitrain.monitor.adding import Added, import_modules
 from mpitrain.monitor.machine import machine as machines
-from mpitrain.monitor.picture import recorder, svg_file, write_svg, writing
 from mpitrain.tools.profile.advice import Advised, advised
 from mpitrain.tools.profile.fitting import figures_of
 from mpitrain.tools.profile.parts import Parts, parts_of
 from mpitrain.tools.profile.recorded import tables_of_run
 from mpitrain.tools.profile.sentences import sentences
 from mpitrain.tools.profile.table import tables
+from mpitrain.view.picture import recorder, svg_file, write_svg, writing
 
 STEPS, WARM_UP = 10, 3
 _WIDTH = 150  # characters of a line of a picture

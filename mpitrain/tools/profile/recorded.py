@@ -18,8 +18,6 @@ from mpitrain.files import read
 from mpitrain.monitor.machine.machine import Machine
 from mpitrain.monitor.machine.memory import node_bytes
 from mpitrain.monitor.parsing.lines import ERRORS, MOST_FIGURE
-from mpitrain.monitor.reading.run import SETTINGS, Event, RunRecord, read_run
-from mpitrain.monitor.reading.tables import Array, Table
 from mpitrain.monitor.record.metrics import PARTS
 from mpitrain.tools.profile.advice import Advised, advised
 from mpitrain.tools.profile.fitting import Figures, figures_of
@@ -28,6 +26,8 @@ from mpitrain.tools.profile.memory_kinds import Held
 from mpitrain.tools.profile.parts import KINDS, LAYERS, Parts
 from mpitrain.tools.profile.sentences import sentences
 from mpitrain.tools.profile.table import of_layers, of_memory, of_ranks
+from mpitrain.view.reading.run import SETTINGS, Event, RunRecord, read_run
+from mpitrain.view.reading.tables import Array, Table
 
 _MOST_STEPS = 1000
 _MOST_SLOW = 20

@@ -22,7 +22,7 @@ from mpitrain.monitor.record import marks
 from mpitrain.monitor.record.folder_lock import Holder
 from mpitrain.monitor.record.lines import LinesFile, is_evaluated
 from mpitrain.monitor.trace import request
-from mpitrain.monitor.trace.drawn import Drawn
+from mpitrain.view.trace.drawn import Drawn
 
 LINES = ("metrics.jsonl", "ranks.jsonl", "events.jsonl")
 OBJECTS = ("profile.json", ".lock", ".done", ".alive", ".launch", ".lease", ".trace")

@@ -23,7 +23,7 @@ from mpitrain.monitor.record.events import write_event
 from mpitrain.monitor.record.folder_lock import FolderLock, Holder
 from mpitrain.monitor.record.lines import LinesFile, is_evaluated
 from mpitrain.monitor.trace import request
-from mpitrain.monitor.watch.watched import Watched
+from mpitrain.view.watch.watched import Watched
 
 ROOT = Path(__file__).parents[3]
 

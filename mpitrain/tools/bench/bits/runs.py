@@ -9,8 +9,8 @@ from mpitrain.chaos import checkout
 from mpitrain.chaos.job import Job, OwnHarm
 from mpitrain.elastic.copies.holding import remove_all
 from mpitrain.elastic.lease import read_lease
-from mpitrain.monitor.diff import checkpoints, metrics, printing
-from mpitrain.monitor.reading.run import read_run
+from mpitrain.view.diff import checkpoints, metrics, printing
+from mpitrain.view.reading.run import read_run
 
 Launch = tuple[tuple[str, ...], dict[str, str]]
 """The command that starts a job, and its environment."""

@@ -14,10 +14,10 @@ import ckpt
 from mpitrain.config.settings import kinds
 from mpitrain.monitor import conditions
 from mpitrain.monitor.conditions import Effect, effect_of
-from mpitrain.monitor.diff.command import main
-from mpitrain.monitor.diff.starts import of_run
-from mpitrain.monitor.reading.run import read_run
 from mpitrain.tools.bench.monitoring.recorded_runs import write_run
+from mpitrain.view.diff.command import main
+from mpitrain.view.diff.starts import of_run
+from mpitrain.view.reading.run import read_run
 
 STEPS = 30
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.monitor.reading import follow
-from mpitrain.monitor.reading.follow import Follower, News
+from mpitrain.view.reading import follow
+from mpitrain.view.reading.follow import Follower, News
 
 
 def steps(follower: Follower) -> tuple[list[int], bool]:

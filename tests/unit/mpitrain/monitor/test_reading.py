@@ -11,9 +11,9 @@ from mpitrain.monitor.parsing import events as reading_events
 from mpitrain.monitor.parsing import settings
 from mpitrain.monitor.parsing.events import read_events
 from mpitrain.monitor.parsing.readable import Readable
-from mpitrain.monitor.reading.run import flat_settings, read_run
-from mpitrain.monitor.reading.smoothing import smoothed
 from mpitrain.tools.bench.monitoring.recorded_runs import BEGAN, write_run
+from mpitrain.view.reading.run import flat_settings, read_run
+from mpitrain.view.reading.smoothing import smoothed
 
 
 def test_the_whole_record(tmp_path: Path) -> None:

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.monitor.reading.run import read_run
-from mpitrain.monitor.reading.tables import Table
-from mpitrain.monitor.report.charts import Buckets, colour_limits
-from mpitrain.monitor.report.command import main
-from mpitrain.monitor.report.document import PAGE
-from mpitrain.monitor.report.encoding import Arrays
-from mpitrain.monitor.report.findings import findings
-from mpitrain.monitor.report.marks import MOST, describe, marks_of
-from mpitrain.monitor.report.of_ranks import MOST_CELLS, panels_of_layers, panels_of_ranks
-from mpitrain.monitor.report.of_steps import charts_of_steps
-from mpitrain.monitor.report.pictures import draw
-from mpitrain.monitor.report.summary import at_a_glance, heading
-from mpitrain.monitor.report.time_axis import TimeAxis
 from mpitrain.monitor.stragglers import CAUSES
 from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
+from mpitrain.view.reading.run import read_run
+from mpitrain.view.reading.tables import Table
+from mpitrain.view.report.charts import Buckets, colour_limits
+from mpitrain.view.report.command import main
+from mpitrain.view.report.document import PAGE
+from mpitrain.view.report.encoding import Arrays
+from mpitrain.view.report.findings import findings
+from mpitrain.view.report.marks import MOST, describe, marks_of
+from mpitrain.view.report.of_ranks import MOST_CELLS, panels_of_layers, panels_of_ranks
+from mpitrain.view.report.of_steps import charts_of_steps
+from mpitrain.view.report.pictures import draw
+from mpitrain.view.report.summary import at_a_glance, heading
+from mpitrain.view.report.time_axis import TimeAxis
 
 ROOT = Path(__file__).parents[4]
 EVENTS = [

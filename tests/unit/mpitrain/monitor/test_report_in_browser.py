@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.monitor.report.command import main
 from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
+from mpitrain.view.report.command import main
 
 try:
     from playwright import sync_api as playwright

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from trace_checks import check
 
 from mpitrain.monitor.record.folder_lock import FolderLock
-from mpitrain.monitor.trace import command, drawn, packing, request
+from mpitrain.monitor.trace import packing, request
 from mpitrain.monitor.trace.clocks import Line, Sample, fit
 from mpitrain.monitor.trace.events import COMMUNICATION, Part, Slice, nested
 from mpitrain.monitor.trace.meetings import FREES, WAITS, Meetings, Met, corrections, role
-from mpitrain.monitor.trace.picture import draw, joined
+from mpitrain.view.trace import command, drawn
+from mpitrain.view.trace.picture import draw, joined
 
 # Clocks
 

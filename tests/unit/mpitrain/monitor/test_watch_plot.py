@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpitrain.monitor.watch.plot import Curve, labels, limits, nice_ticks, plot
-from mpitrain.monitor.watch.series import Thinned
+from mpitrain.view.watch.plot import Curve, labels, limits, nice_ticks, plot
+from mpitrain.view.watch.series import Thinned
 
 
 def curve(*values: float, mark: str = "") -> Curve:

@@ -14,11 +14,11 @@ import pytest
 
 from mpitrain.monitor.record.events import write_event
 from mpitrain.monitor.record.marks import Marks
-from mpitrain.monitor.report import command as report
-from mpitrain.monitor.watch.charts import Range, Screen
-from mpitrain.monitor.watch.view import split, view
-from mpitrain.monitor.watch.watched import RECENT, Watched
 from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
+from mpitrain.view.report import command as report
+from mpitrain.view.watch.charts import Range, Screen
+from mpitrain.view.watch.view import split, view
+from mpitrain.view.watch.watched import RECENT, Watched
 
 
 def seen(folder: Path, *, width: int = 100, height: int | None = None, **more: Any) -> list[str]:

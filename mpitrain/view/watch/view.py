@@ -13,9 +13,9 @@ from mpitrain.monitor.parsing.lines import Line
 from mpitrain.monitor.parsing.numbers import duration
 from mpitrain.monitor.parsing.words import GRAVE, ODD, counted, event_in_words
 from mpitrain.monitor.record.metrics import PARTS
-from mpitrain.monitor.watch import ranks
-from mpitrain.monitor.watch.charts import TWO_CHARTS, Range, Screen, charts
-from mpitrain.monitor.watch.watched import RUNNING, Watched
+from mpitrain.view.watch import ranks
+from mpitrain.view.watch.charts import TWO_CHARTS, Range, Screen, charts
+from mpitrain.view.watch.watched import RUNNING, Watched
 
 KEYS = "q quit   + - zoom   left right move"
 _SPLIT_STEPS = 50

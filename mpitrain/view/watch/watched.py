@@ -15,12 +15,12 @@ from mpitrain.monitor.parsing.events import read_events, seconds_of
 from mpitrain.monitor.parsing.lines import Line
 from mpitrain.monitor.parsing.numbers import duration
 from mpitrain.monitor.parsing.words import damaged
-from mpitrain.monitor.reading.follow import Follower
-from mpitrain.monitor.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings
 from mpitrain.monitor.record.events import NAME as EVENTS
 from mpitrain.monitor.record.marks import DONE, LOCK, OLD_S, STALE_S, last_launch, read_done
-from mpitrain.monitor.watch.ranks import RankFigures
-from mpitrain.monitor.watch.series import Thinned
+from mpitrain.view.reading.follow import Follower
+from mpitrain.view.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings
+from mpitrain.view.watch.ranks import RankFigures
+from mpitrain.view.watch.series import Thinned
 
 RUNNING = "running"
 RECENT = 4096

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from collectives.texts import shown
-from mpitrain.config.settings import MOST_TRACED
+from mpitrain.monitor.trace.request import MOST_TRACED
 from mpitrain.monitor.record.folder_lock import Holder
 from mpitrain.monitor.trace import request
 
@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
     if not options.run.is_dir():
         raise ValueError(f"trace: there is no run {options.run}; expected the folder of a run")
     if options.draw is not None:
-        from mpitrain.monitor.trace import picture
+        from mpitrain.view.trace import picture
 
         picture.check(options.draw)
     if options.draw is not None and options.steps is None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpitrain.monitor.reading.tables import Array
+from mpitrain.view.reading.tables import Array
 
 
 def smoothed(values: Array, half: int) -> Array:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.format.manifest import named
-from mpitrain.monitor.reading.run import RunRecord, is_of_layers
-from mpitrain.monitor.reading.tables import Array, Table
 from mpitrain.monitor.record.metrics import REPRODUCIBLE
+from mpitrain.view.reading.run import RunRecord, is_of_layers
+from mpitrain.view.reading.tables import Array, Table
 
 
 class MetricDifference(NamedTuple):

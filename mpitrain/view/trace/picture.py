@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from collectives.shared.pictures import need_matplotlib, new_figure
 from collectives.texts import shown
-from mpitrain.monitor.trace.drawn import Drawn
+from mpitrain.view.trace.drawn import Drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,13 +16,13 @@ import numpy as np
 from mpitrain.monitor.conditions import settings_of
 from mpitrain.monitor.parsing.numbers import in_words
 from mpitrain.monitor.parsing.words import counted
-from mpitrain.monitor.reading.run import Event, RunRecord
-from mpitrain.monitor.report.charts import Chart, Panel
-from mpitrain.monitor.report.encoding import Arrays, chart_data, pack, panel_data
-from mpitrain.monitor.report.findings import findings
-from mpitrain.monitor.report.marks import describe, marks_of
-from mpitrain.monitor.report.summary import at_a_glance, heading
-from mpitrain.monitor.report.time_axis import TimeAxis
+from mpitrain.view.reading.run import Event, RunRecord
+from mpitrain.view.report.charts import Chart, Panel
+from mpitrain.view.report.encoding import Arrays, chart_data, pack, panel_data
+from mpitrain.view.report.findings import findings
+from mpitrain.view.report.marks import describe, marks_of
+from mpitrain.view.report.summary import at_a_glance, heading
+from mpitrain.view.report.time_axis import TimeAxis
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("base.js", "marks.js", "chart.js", "panel.js", "page.js")

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpitrain.monitor.parsing.numbers import in_words, steps_in_words
 from mpitrain.monitor.parsing.words import counted
-from mpitrain.monitor.reading.run import NO_END, Event, RunRecord
-from mpitrain.monitor.report.marks import describe
+from mpitrain.view.reading.run import NO_END, Event, RunRecord
+from mpitrain.view.report.marks import describe
 
 WARM_UP = 3
 """The first steps, which are slower anyway."""

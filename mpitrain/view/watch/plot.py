@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from mpitrain.monitor.watch.series import Array
+from mpitrain.view.watch.series import Array
 
 _BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], np.uint8)  # (4 dots down, 2 across)
 _UPPER, _LOWER = 0x1B, 0xE4  # the dots of the upper and the lower half

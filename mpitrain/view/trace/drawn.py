@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.texts import shown
-from mpitrain.config.settings import MOST_TRACED
+from mpitrain.monitor.trace.request import MOST_TRACED
 from mpitrain.files import json_of
 from mpitrain.monitor.parsing.lines import ERRORS, MOST_RANKS
 from mpitrain.monitor.trace.events import COMMUNICATION, LAYERS, PIPELINE, STEPS, WAIT

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from mpitrain.monitor.parsing.numbers import bytes_in_words, in_words
-from mpitrain.monitor.reading.run import RunRecord
-from mpitrain.monitor.report.time_axis import TimeAxis
+from mpitrain.view.reading.run import RunRecord
+from mpitrain.view.report.time_axis import TimeAxis
 
 LAST = 20
 """The loss is the mean of so many last steps, of those that are finite."""

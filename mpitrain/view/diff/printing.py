@@ -12,9 +12,9 @@ from ckpt.commands.terminal import index_text, new_table
 from collectives.shared.terminal import console
 from collectives.texts import shown
 from mpitrain.monitor.conditions import Condition
-from mpitrain.monitor.diff.checkpoints import CheckpointDifference
-from mpitrain.monitor.diff.metrics import MetricDifference, MetricsDifference, ranges_in_words
 from mpitrain.monitor.parsing.words import counted
+from mpitrain.view.diff.checkpoints import CheckpointDifference
+from mpitrain.view.diff.metrics import MetricDifference, MetricsDifference, ranges_in_words
 
 MOST = 20
 """Rows of a table; --json has all."""

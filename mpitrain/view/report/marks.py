@@ -5,8 +5,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from mpitrain.monitor.parsing.words import event_in_words
-from mpitrain.monitor.reading.run import Event, RunRecord
-from mpitrain.monitor.report.time_axis import TimeAxis
+from mpitrain.view.reading.run import Event, RunRecord
+from mpitrain.view.report.time_axis import TimeAxis
 
 MOST = 200
 """Marks of one group. More events are put together."""

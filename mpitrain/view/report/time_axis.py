@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from mpitrain.monitor.reading.run import Event, RunRecord
-from mpitrain.monitor.report.charts import Array
+from mpitrain.view.reading.run import Event, RunRecord
+from mpitrain.view.report.charts import Array
 
 
 class TimeAxis:

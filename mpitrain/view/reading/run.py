@@ -23,8 +23,8 @@ from mpitrain.monitor.parsing.events import read_events, seconds_of
 from mpitrain.monitor.parsing.lines import MOST_STEP, read_blocks
 from mpitrain.monitor.parsing.settings import flat_settings
 from mpitrain.monitor.parsing.words import GRAVE, damaged
-from mpitrain.monitor.reading.tables import Array, Table, TableBuilder
 from mpitrain.monitor.record.events import NAME as EVENTS
+from mpitrain.view.reading.tables import Array, Table, TableBuilder
 
 METRICS, RANKS, SETTINGS = "metrics.jsonl", "ranks.jsonl", "config.toml"
 SUMMARY = ("min", "median", "max", "worst rank")

@@ -7,12 +7,12 @@ from pathlib import Path
 from collectives.shared.pictures import need_matplotlib
 from collectives.texts import shown
 from mpitrain.files import replace
-from mpitrain.monitor.picture import writing
-from mpitrain.monitor.reading.run import read_run
-from mpitrain.monitor.report.document import make_document
-from mpitrain.monitor.report.of_ranks import panels_of_layers, panels_of_ranks
-from mpitrain.monitor.report.of_steps import charts_of_steps
-from mpitrain.monitor.report.time_axis import TimeAxis
+from mpitrain.view.picture import writing
+from mpitrain.view.reading.run import read_run
+from mpitrain.view.report.document import make_document
+from mpitrain.view.report.of_ranks import panels_of_layers, panels_of_ranks
+from mpitrain.view.report.of_steps import charts_of_steps
+from mpitrain.view.report.time_axis import TimeAxis
 
 
 def main(words: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
             print(f"{run.name}: {note}")
     print(f"{shown(str(out))}: {len(page) / 1e6:.2f} MB")
     if png is not None:
-        from mpitrain.monitor.report.pictures import draw
+        from mpitrain.view.report.pictures import draw
 
         with writing("--png", png, is_folder=True):
             files = draw(png, runs, charts, panels)

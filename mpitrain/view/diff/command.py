@@ -15,14 +15,14 @@ from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.texts import shown as shown_text
 from collectives.texts import without_secrets
 from mpitrain.monitor import conditions
-from mpitrain.monitor.diff import checkpoints, metrics
-from mpitrain.monitor.diff import printing as shown
-from mpitrain.monitor.diff.checkpoints import CheckpointDifference
-from mpitrain.monitor.diff.metrics import MetricsDifference
-from mpitrain.monitor.diff.starts import of_run
 from mpitrain.monitor.parsing.words import counted
-from mpitrain.monitor.reading.run import RunRecord, read_run
-from mpitrain.monitor.report.summary import heading
+from mpitrain.view.diff import checkpoints, metrics
+from mpitrain.view.diff import printing as shown
+from mpitrain.view.diff.checkpoints import CheckpointDifference
+from mpitrain.view.diff.metrics import MetricsDifference
+from mpitrain.view.diff.starts import of_run
+from mpitrain.view.reading.run import RunRecord, read_run
+from mpitrain.view.report.summary import heading
 
 BAD_INPUT = 2
 """The exit code. As in GNU diff, 1 is an answer."""

@@ -15,11 +15,11 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from collectives import is_live_terminal
-from mpitrain.monitor.picture import WIDTH, recorder, svg_file, write_svg
-from mpitrain.monitor.watch.charts import Range, Screen
-from mpitrain.monitor.watch.keys import Keys
-from mpitrain.monitor.watch.view import view
-from mpitrain.monitor.watch.watched import Watched
+from mpitrain.view.picture import WIDTH, recorder, svg_file, write_svg
+from mpitrain.view.watch.charts import Range, Screen
+from mpitrain.view.watch.keys import Keys
+from mpitrain.view.watch.view import view
+from mpitrain.view.watch.watched import Watched
 
 _LEAST_WIDTH = 20
 _LOOK_S = 0.25  # how soon another size of the terminal is seen

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.shared.pictures import need_matplotlib, new_figure
-from mpitrain.monitor.reading.run import RunRecord
-from mpitrain.monitor.reading.smoothing import smoothed
-from mpitrain.monitor.report.charts import Axis, Chart, Panel, PanelFigure, Series, colour_limits
+from mpitrain.view.reading.run import RunRecord
+from mpitrain.view.reading.smoothing import smoothed
+from mpitrain.view.report.charts import Axis, Chart, Panel, PanelFigure, Series, colour_limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from mpitrain.monitor.reading.smoothing import smoothed
-from mpitrain.monitor.watch.plot import Curve, plot
-from mpitrain.monitor.watch.series import Array
-from mpitrain.monitor.watch.watched import Watched
+from mpitrain.view.reading.smoothing import smoothed
+from mpitrain.view.watch.plot import Curve, plot
+from mpitrain.view.watch.series import Array
+from mpitrain.view.watch.watched import Watched
 
 _LEAST_RANGE = 20
 TWO_CHARTS = 72

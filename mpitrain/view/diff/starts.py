@@ -4,7 +4,7 @@ from itertools import groupby
 from typing import Any
 
 from mpitrain.monitor.conditions import Conditions, of_start
-from mpitrain.monitor.reading.run import RunRecord
+from mpitrain.view.reading.run import RunRecord
 
 _MOST_STARTS = 100
 """The last starts and resumes, that are compared."""

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.monitor.reading.run import RunRecord
 from mpitrain.monitor.record.metrics import PARTS
 from mpitrain.monitor.record.ranks import GAUGES
-from mpitrain.monitor.report.charts import Array, Axis, Buckets, Chart, Series, scale
-from mpitrain.monitor.report.time_axis import TimeAxis
+from mpitrain.view.reading.run import RunRecord
+from mpitrain.view.report.charts import Array, Axis, Buckets, Chart, Series, scale
+from mpitrain.view.report.time_axis import TimeAxis
 
 
 class _Figure(NamedTuple):

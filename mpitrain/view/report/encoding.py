@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.monitor.report.charts import Array, Axis, Cells, Chart, Panel, PanelFigure, Spread, colour_limits
+from mpitrain.view.report.charts import Array, Axis, Cells, Chart, Panel, PanelFigure, Spread, colour_limits
 
 EXACT_CELLS = 2000
 """A heat map of up to so many cells has them as floats; others as bytes between two limits."""

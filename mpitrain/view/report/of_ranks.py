@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpitrain.monitor.reading.run import LAYER_KINDS, RunRecord
-from mpitrain.monitor.reading.tables import Table
 from mpitrain.monitor.record.ranks import busy_s
-from mpitrain.monitor.report.charts import Array, Buckets, Cells, Panel, PanelFigure, Spread, scale
-from mpitrain.monitor.report.time_axis import TimeAxis
+from mpitrain.view.reading.run import LAYER_KINDS, RunRecord
+from mpitrain.view.reading.tables import Table
+from mpitrain.view.report.charts import Array, Buckets, Cells, Panel, PanelFigure, Spread, scale
+from mpitrain.view.report.time_axis import TimeAxis
 
 MOST_CELLS = 75_000
 """Of one heat map: 1,024 ranks have 73 columns."""

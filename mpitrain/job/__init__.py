@@ -1,0 +1,1 @@
+"""`python -m mpitrain`: the main job, and what keeps it running."""
