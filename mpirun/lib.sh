@@ -63,11 +63,11 @@ mpirun_version() {
     "$mpirun" --version 2>&1
 }
 
-# What mpitrain/elastic/supervisor/scripts.py answers, as $(ask QUESTION ...); only after setup. A signal is the script's alone: what is
+# What mpitrain/job/elastic/supervisor/scripts.py answers, as $(ask QUESTION ...); only after setup. A signal is the script's alone: what is
 # made gets known to it.
 ask() {
     trap '' INT TERM HUP USR1 USR2
-    exec "$venv/bin/python" -P -m mpitrain.elastic.supervisor.scripts "$@"
+    exec "$venv/bin/python" -P -m mpitrain.job.elastic.supervisor.scripts "$@"
 }
 
 # Makes a folder for the files of the next mpirun of Open MPI and its daemons, and sets in_session to the words before that mpirun
@@ -136,7 +136,7 @@ waiting_words() {
 }
 
 # Sets as_rank to the words before the command of a rank that srun starts. Slurm signals the rank itself, so its requests to stop wait
-# until mpitrain listens (mpitrain/train/stop.py). The shell, which may begin with no signal blocked, comes first.
+# until mpitrain listens (mpitrain/job/train/stop.py). The shell, which may begin with no signal blocked, comes first.
 srun_rank_words() {
     local waiting
     waiting_words USR1,TERM

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mpitrain import health as health
     from mpitrain import models as models
     from mpitrain import tensor as tensor
-    from mpitrain.monitor.adding import Callback, log
-    from mpitrain.monitor.sinks import Sink
+    from mpitrain.job.record.adding import Callback, log
+    from mpitrain.job.record.sinks import Sink
     from mpitrain.placement.axes import mesh
     from mpitrain.placement.batch_norm import convert_sync_batchnorm
     from mpitrain.plans.draws import seed_all
@@ -90,8 +90,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Callback": "monitor.adding",
-    "Sink": "monitor.sinks",
+    "Callback": "job.record.adding",
+    "Sink": "job.record.sinks",
     "StagePlan": "stages",
     "compress_gradients": "sharding.compression",
     "convert_sync_batchnorm": "placement.batch_norm",
@@ -101,7 +101,7 @@ _MODULES = {
     "load": "weights.state",
     "load_full_state_dict": "weights.whole.full_state",
     "load_weights": "weights",
-    "log": "monitor.adding",
+    "log": "job.record.adding",
     "mesh": "placement.axes",
     "pipeline": "stages",
     "power_sgd": "sharding.compression",

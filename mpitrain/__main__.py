@@ -7,15 +7,15 @@ from typing import NoReturn
 
 # Before all that needs more than the standard library, because a head node may have no more.
 if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
-    from mpitrain.elastic.supervisor.requests import Requests
+    from mpitrain.job.elastic.supervisor.requests import Requests
 
     requests = Requests()  # first: a request that comes during the imports, or while mpirun and Slurm are asked, counts
-    from mpitrain.elastic.supervisor.command import main as elastic
+    from mpitrain.job.elastic.supervisor.command import main as elastic
 
     raise SystemExit(elastic(sys.argv[2:], requests))
 
-from mpitrain.monitor.record import marks
-from mpitrain.train import stop
+from mpitrain.job.record.files import marks
+from mpitrain.job.train import stop
 
 # Before all other imports: without a handler, a request to stop would end the process. A word that is no setting names a command.
 stop.listen(trains=sys.argv[1:2] in ([], ["train"]) or sys.argv[1].startswith("-"))

@@ -12,9 +12,18 @@ from typing import Any
 
 MOVED = {
     "mpitrain.bench": "mpitrain.tools.bench",
-    "mpitrain.elastic.marks": "mpitrain.monitor.record.marks",
+    "mpitrain.config.": "mpitrain.job.config.",
+    "mpitrain.data.": "mpitrain.job.data.",
+    "mpitrain.elastic.marks": "mpitrain.job.record.files.marks",
+    "mpitrain.elastic.": "mpitrain.job.elastic.",
+    "mpitrain.health.": "mpitrain.job.health.",
+    "mpitrain.monitor.reading": "mpitrain.view.reading",
+    "mpitrain.monitor": "mpitrain.job.record",
 }
-"""The new path of a module, or of a package with all of its modules, by the old one."""
+"""The new path of a module, or of a package with all of its modules, by the old one.
+
+A dot at the end: of the modules in a package whose own name stays, for its public names (mpitrain/data.py and the like).
+"""
 
 
 class _Moved(MetaPathFinder, Loader):
@@ -42,7 +51,7 @@ class _Moved(MetaPathFinder, Loader):
 def new_path(name: str) -> str | None:
     """The path of today of a module; None if it has not moved."""
     for old, new in MOVED.items():
-        if name == old or name.startswith(f"{old}."):
+        if name == old or name.startswith(f"{old.removesuffix('.')}."):
             return new + name[len(old) :]
     return None
 

@@ -101,7 +101,7 @@ def _main(words: list[str]) -> int:
 
         return doctor(words)
     if command == "elastic":
-        from mpitrain.elastic.supervisor.command import main as elastic
+        from mpitrain.job.elastic.supervisor.command import main as elastic
 
         return elastic(words)
     comm = collectives.world()
@@ -124,7 +124,7 @@ def _main(words: list[str]) -> int:
 
             profile(words, comm)
         elif command == "tokenize":
-            from mpitrain.data.tokenize.command import main as tokenize
+            from mpitrain.job.data.tokenize.command import main as tokenize
 
             tokenize(words, comm)
         elif command == "help":
@@ -150,7 +150,7 @@ def _main(words: list[str]) -> int:
 
 
 def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool) -> None:
-    from mpitrain.config import ConfigError, hidden, of_run, parse
+    from mpitrain.job.config import ConfigError, hidden, of_run, parse
 
     if show_usage:
         print(USAGE)
@@ -166,20 +166,20 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
                 f"--config {settings}"
             )
     if config.log.modules:
-        from mpitrain.monitor.adding import import_modules
+        from mpitrain.job.record.adding import import_modules
 
         with comm.together():
             import_modules(config.log.modules)
     if config.train.elastic and not config.train.eval_only:
         if not (obstacle := recovery.obstacle()):
-            from mpitrain.train.elastic import train
+            from mpitrain.job.train.elastic import train
 
             train(config, comm, _no_collections)
             return
         if comm.rank == 0:
             print(f"train.elastic: a lost rank ends this job, because {obstacle}", flush=True)
     with _no_collections():
-        from mpitrain.train.trainer import Trainer  # imports torch, so it follows the check of the settings
+        from mpitrain.job.train.trainer import Trainer  # imports torch, so it follows the check of the settings
 
         trainer = Trainer(config, comm)
     trainer.fit()
@@ -187,8 +187,8 @@ def _train(words: list[str], comm: collectives.Communicator, *, show_usage: bool
 
 def _mark_refusal(error: Exception, rank: int) -> None:
     """Tell the supervisor, if there is one, that these settings cannot work. A folder that another job trains in may become free."""
-    from mpitrain.config import ConfigError, FolderInUseError
-    from mpitrain.monitor.record import marks
+    from mpitrain.job.config import ConfigError, FolderInUseError
+    from mpitrain.job.record.files import marks
 
     if rank == 0 and isinstance(error, ConfigError) and not isinstance(error, FolderInUseError):
         marks.refuse()
@@ -267,7 +267,7 @@ def _schedules(words: list[str]) -> int:
 
 
 def _tokenizer(words: list[str]) -> None:
-    from mpitrain.data.tokenize.command import train_tokenizer
+    from mpitrain.job.data.tokenize.command import train_tokenizer
 
     train_tokenizer(words)
 
@@ -303,7 +303,7 @@ def _pack(words: list[str]) -> None:
 
 
 def _stop(words: list[str]) -> int:
-    from mpitrain.train import stop_request
+    from mpitrain.job.train import stop_request
 
     return stop_request.main(words)
 
@@ -344,7 +344,7 @@ def _sample(words: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random draws (default: %(default)s)")
     parser.add_argument("--tokenizer", metavar="FILE", help="the run's tokenizer.json, if it is at another place now")
     options = parser.parse_args(words)
-    from mpitrain.train.sampling import sample
+    from mpitrain.job.train.sampling import sample
 
     is_shown = sys.stdout.isatty()
     for text in sample(

@@ -23,7 +23,7 @@ import torch
 
 from collectives.launcher import environment_of_program
 from mpitrain.chaos.job import FAULT, HARM, OwnHarm
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.train.trainer import Trainer
 
 
 def _sleep(trainer: Trainer, rng: np.random.Generator) -> None:

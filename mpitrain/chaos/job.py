@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from ckpt.commit.owner import start_time
 from collectives.processes import stat_fields
 from collectives.programs import python
-from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES
-from mpitrain.monitor.parsing.events import read_events
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES
+from mpitrain.job.record.parsing.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
 FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"

@@ -8,8 +8,8 @@ from pathlib import Path
 from mpitrain.chaos.cases import Case
 from mpitrain.chaos.job import Job, OwnHarm
 from mpitrain.chaos.verdicts import Facts, Outcome
-from mpitrain.elastic.copies.holding import remove_all
-from mpitrain.elastic.lease import read_lease
+from mpitrain.job.elastic.copies.holding import remove_all
+from mpitrain.job.elastic.lease import read_lease
 
 _START_S, _END_S = 120.0, 240.0
 

@@ -14,11 +14,11 @@ from collectives.programs import python
 from mpitrain.chaos.disk import free_up
 from mpitrain.chaos.harms import Harm
 from mpitrain.chaos.job import Job
-from mpitrain.elastic.copies.files import files_of
-from mpitrain.elastic.lease import read_lease
-from mpitrain.monitor.parsing.events import read_events
-from mpitrain.monitor.record.events import REGULAR
-from mpitrain.monitor.stragglers import CAUSES
+from mpitrain.job.elastic.copies.files import files_of
+from mpitrain.job.elastic.lease import read_lease
+from mpitrain.job.record.files.events import REGULAR
+from mpitrain.job.record.parsing.events import read_events
+from mpitrain.job.record.stragglers import CAUSES
 
 _TOLERANCE = 1e-5
 """Relative, of the losses of the ten steps from a recovery on: fewer ranks add in another order."""

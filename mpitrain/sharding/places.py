@@ -13,7 +13,7 @@ from mpitrain.sharding.unit.registry import kind_of
 
 def name_places() -> None:
     """Let reports leave out the code of torch and of this package, and describe the action of this package's functions instead."""
-    inner = ("weights", "tensor", "optim", "placement", "parts")
+    inner = ("weights", "tensor", "optim", "placement")
     stacks.pass_over("torch", __name__.rpartition(".")[0], *(f"mpitrain.{name}" for name in inner))
     stacks.name(ShardedModule.__call__, lambda local: f"the forward of {_name(local['self'])}")
     stacks.name(TrainingStep._enter, lambda local: f"the backward of {local['call'].unit.name}")

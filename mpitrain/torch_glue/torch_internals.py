@@ -174,7 +174,7 @@ def uncompiled_paths(paths: Sequence[str]) -> bool:
     return True
 
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 _FOLDERS = [
     *(_HERE.parent / name for name in ("ckpt", "collectives")),
     *(_HERE / name for name in ("optim", "placement", "weights")),
@@ -183,7 +183,7 @@ _FOLDERS = [
 # checkpointing.py is not among them: torch's compiler takes its checkpoints into graphs.
 _FILES = [
     *(path for path in sorted((_HERE / "sharding").glob("*.py")) if path.name != "checkpointing.py"),
-    *(_HERE / f"{name}.py" for name in ("batch_norm", "parts", "stage_streams", "torch_internals")),
+    *(_HERE / "torch_glue" / f"{name}.py" for name in ("torch_internals", "uncompiled")),
 ]
 _paths = [*(f"{folder}{os.sep}" for folder in _FOLDERS), *map(str, _FILES)]
 """The code that runs around a forward, an optimizer's step or a message. Empty when the compiler knows it."""

@@ -379,7 +379,7 @@ ALTERNATIVES = ("docs/training.md: mpitrain.checkpoint_activations",)
 """Programs of which each statement is one of several ways: they run one by one, each after the code before."""
 
 READ_BY = {
-    "docs/data.md: [[data.sources]]": """python -c 'from mpitrain.config import parse; print(parse(["--config", "FILE"]))'""",
+    "docs/data.md: [[data.sources]]": """python -c 'from mpitrain.job.config import parse; print(parse(["--config", "FILE"]))'""",
     "docs/plan.md: name =": "python -m mpitrain plan --machine FILE --model gpt-xl --ranks 16 --batch 64 --context 1024 --top 1",
 }
 """The command that reads a FILE of the format toml."""

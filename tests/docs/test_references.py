@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from mpitrain.config.page import page as page_of_settings
+from mpitrain.job.config.page import page as page_of_settings
 
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,7 +49,7 @@ def test_the_places_of_the_architecture_exist() -> None:
 
 def test_the_page_of_settings_is_printed_from_the_code() -> None:
     assert (ROOT / "docs/settings.md").read_text() == page_of_settings(), (
-        "python -m mpitrain.config.page > docs/settings.md"
+        "python -m mpitrain.job.config.page > docs/settings.md"
     )
 
 

@@ -11,8 +11,8 @@ import table
 from launching import ROOT
 from pages import BLOCKS, Block, Command, commands
 
-from mpitrain.config import parse
-from mpitrain.config.ranks import check_ranks
+from mpitrain.job.config import parse
+from mpitrain.job.config.ranks import check_ranks
 
 COMMANDS = [
     command for block in BLOCKS if block.kind in ("commands", "session", "script") for command in commands(block)

@@ -11,9 +11,9 @@ from fuzzing.mutation import mutate_bytes, mutate_value
 from fuzzing.target import fuzzed, write_files
 from fuzzing.worker import check_documents, generator
 
-from mpitrain.data.documents.lines import LinesCut, LinesReader
-from mpitrain.data.documents.tar.reading import TarCut, TarReader
-from mpitrain.data.documents.tar.sparse import Extents
+from mpitrain.job.data.documents.lines import LinesCut, LinesReader
+from mpitrain.job.data.documents.tar.reading import TarCut, TarReader
+from mpitrain.job.data.documents.tar.sparse import Extents
 
 MODULE = faulty.__name__
 SEED = 5

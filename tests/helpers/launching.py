@@ -28,7 +28,7 @@ from typing import IO
 import pytest
 
 from collectives.launcher import LAUNCHER_PREFIXES
-from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 

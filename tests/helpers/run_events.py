@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from mpitrain.monitor.parsing.events import read_events
-from mpitrain.monitor.record.events import REGULAR
+from mpitrain.job.record.files.events import REGULAR
+from mpitrain.job.record.parsing.events import read_events
 
 
 def faults(folder: Path) -> list[dict[str, Any]]:

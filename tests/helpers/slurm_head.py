@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slurm_cluster import Slurm
 
-from mpitrain.monitor.record import marks
+from mpitrain.job.record.files import marks
 
 
 def main(event: str, root: Path, folder: Path, run: Path, script: Path, arguments: list[str]) -> int:

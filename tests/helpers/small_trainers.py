@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from collectives import Communicator
-from mpitrain.config import parse
-from mpitrain.train.endurance import Lasting
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.config import parse
+from mpitrain.job.train.endurance import Lasting
+from mpitrain.job.train.trainer import Trainer
 
 SETTINGS = """
     --model.width 32 --model.layers 1 --model.heads 2 --model.context 16 --train.batch 12 --train.eval-batches 0
@@ -26,7 +26,7 @@ def maker(comm: Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MPITRAIN_RECORD_DIR", str(folder))
     monkeypatch.setenv("MPITRAIN_TTY", "0")
     # only the reference for `mfu`, which takes longer than the rest of such a run
-    monkeypatch.setattr("mpitrain.train.trainer.matmul_flops_per_s", lambda device, dtype: 1e9)
+    monkeypatch.setattr("mpitrain.job.train.trainer.matmul_flops_per_s", lambda device, dtype: 1e9)
     if comm.rank == 0:
         rng = np.random.default_rng(0)
         (folder / "text").write_bytes(b" ".join(rng.choice([b"node", b"rank", b"shard", b"unit"], 4000)))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.monitor.trace.packing import read_trace
+from mpitrain.job.record.trace.packing import read_trace
 
 Event = dict[str, Any]
 

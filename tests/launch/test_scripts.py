@@ -17,7 +17,7 @@ from extent import FULL, extent
 from launching import ROOT, Result, clean_environment, is_open_mpi, run, session_processes
 from packaging.utils import canonicalize_name
 
-from mpitrain.elastic.supervisor.mpi_files.sessions import VARIABLES
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import VARIABLES
 
 # What a rank does about signals, as mpitrain does: a handler first, then one look for an earlier request.
 STAND_IN = """
@@ -253,7 +253,7 @@ def test_elastic_keeps_a_signal_for_the_supervisor_until_that_listens(checkout: 
         "import os, signal, sys\n"
         "asked = os.environ.get('MPITRAIN_STOP_ASKED')\n"
         "if asked is None and 'early' in sys.argv: os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "from mpitrain.elastic.supervisor.requests import Requests\n"
+        "from mpitrain.job.elastic.supervisor.requests import Requests\n"
         "print(asked, Requests().stop, signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
     )
     for early, line, when, said in (
@@ -276,7 +276,7 @@ def test_a_signal_to_all_processes_of_train_lets_it_set_up_and_the_ranks_stop(ch
     (checkout / "mpirun/setup").write_text("#!/bin/sh\nkill -s USR1 0\nsleep 0.1\nkill -s USR2 $$\n")
     (checkout / "sitecustomize.py").write_text(
         "import os, signal, sys\n"
-        "if 'mpitrain.elastic.supervisor.scripts' in sys.orig_argv: os.killpg(0, signal.SIGUSR1)\n"
+        "if 'mpitrain.job.elastic.supervisor.scripts' in sys.orig_argv: os.killpg(0, signal.SIGUSR1)\n"
     )
     with subprocess.Popen(
         [checkout / "mpirun/train", "-np", "1"], cwd=checkout, env=clean_environment(), stdout=subprocess.PIPE,
@@ -291,7 +291,7 @@ def test_signals_of_slurm_wait_for_the_ranks(checkout: Path) -> None:
     program = (
         "import os, signal\n"
         "for name in ('SIGUSR2', 'SIGUSR1', 'SIGTERM'): os.kill(os.getpid(), getattr(signal, name))\n"
-        "from mpitrain.train import stop\n"
+        "from mpitrain.job.train import stop\n"
         "stop.listen(); print(stop.requested(), signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     )
     script = '. "$1"; load_mpi; srun_rank_words; exec "${as_rank[@]}" "$venv/bin/python" -c "$2"'

@@ -15,7 +15,7 @@ from small_trainers import Make, maker
 import ckpt
 import collectives
 from collectives import Communicator
-from mpitrain.config import ConfigError
+from mpitrain.job.config import ConfigError
 from mpitrain.weights.state import OnDisk
 
 

@@ -17,7 +17,7 @@ def test_an_interrupted_bench_of_losses_goes_on(
 ) -> None:
     monkeypatch.setenv("MPITRAIN_TTY", "0")
     # only the reference for `mfu`, which takes longer than the rest of such a run
-    monkeypatch.setattr("mpitrain.train.trainer.matmul_flops_per_s", lambda device, dtype: 1e9)
+    monkeypatch.setattr("mpitrain.job.train.trainer.matmul_flops_per_s", lambda device, dtype: 1e9)
     text, file = shared_tmp / "text", shared_tmp / "losses.json"
     if comm.rank == 0:
         text.write_bytes(b" ".join(np.random.default_rng(0).choice([b"node", b"rank", b"shard"], 4000)))

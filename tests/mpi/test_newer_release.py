@@ -11,7 +11,7 @@ from small_trainers import Make, maker
 import ckpt
 from collectives import Communicator
 from collectives.version import release
-from mpitrain.train.checkpoints.newer import about_newer
+from mpitrain.job.train.checkpoints.newer import about_newer
 from mpitrain.view.reading.run import read_run
 
 NEWER = "99.1.0rc2 (commit 0123456789)"

@@ -7,8 +7,8 @@ from small_trainers import in_step, maker
 
 import ckpt
 from collectives import Communicator
-from mpitrain.monitor.record.marks import Done, read_done, write
-from mpitrain.train import stop_request
+from mpitrain.job.record.files.marks import Done, read_done, write
+from mpitrain.job.train import stop_request
 
 
 @pytest.mark.ranks(2)

@@ -134,8 +134,8 @@ def test_settings_and_files_are_below_what_uses_them() -> None:
     known = modules()
     allowed = {
         "mpitrain.files": ("collectives.files",),  # loaded without its package first
-        "mpitrain.config": (
-            "mpitrain.config",
+        "mpitrain.job.config": (
+            "mpitrain.job.config",
             "mpitrain.files",
             "mpitrain.models",
             "mpitrain.stages.schedules",

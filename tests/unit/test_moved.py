@@ -9,12 +9,14 @@ import pytest
 from mpitrain._moved import MOVED, new_path
 
 
-@pytest.mark.parametrize("old", sorted(MOVED))
+@pytest.mark.parametrize(
+    "old", [*(old for old in sorted(MOVED) if old[-1] != "."), "mpitrain.config.page", "mpitrain.data.tokens"]
+)
 def test_an_old_path_is_the_module_of_today_and_says_so(old: str) -> None:
     sys.modules.pop(old, None)
-    with pytest.warns(DeprecationWarning, match=f"{old} is {MOVED[old]}"):
+    with pytest.warns(DeprecationWarning, match=f"{old} is {new_path(old)}"):
         module = importlib.import_module(old)
-    assert module is importlib.import_module(MOVED[old])
+    assert module is importlib.import_module(new_path(old) or "")
 
 
 def test_modules_of_a_package_that_has_moved() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from collectives import Communicator
-from mpitrain.monitor.trace.clocks import EVERY_S, Clocks, Line, this_host
+from mpitrain.job.record.trace.clocks import EVERY_S, Clocks, Line, this_host
 
 LIMIT_S = 100e-6
 """The largest error that the bench accepts, beside half the shortest round trip."""

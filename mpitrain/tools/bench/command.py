@@ -40,10 +40,10 @@ def report(words: Sequence[str]) -> None:
 def _measure(options: argparse.Namespace, comm: Communicator) -> TrainingLaunch:
     import torch  # takes seconds, so it follows the check of the arguments
 
-    from mpitrain.config import ParallelConfig
+    from mpitrain.job.config import ParallelConfig
+    from mpitrain.job.train.hardware import matmul_flops_per_s, take_hardware
     from mpitrain.tools.bench.model import TrainingSetup
     from mpitrain.tools.bench.overhead import overhead
-    from mpitrain.train.hardware import matmul_flops_per_s, take_hardware
 
     taken = take_hardware(comm, ParallelConfig(threads=options.threads, bind=False))
     on_gpu = taken.device.type == "cuda"

@@ -18,8 +18,8 @@ from collectives.environment import checked_seconds
 from collectives.launcher import launched_size
 from collectives.shared.terminal import console, or_usage_error
 from collectives.shared.units import parse_size
-from mpitrain.config import Config
-from mpitrain.elastic.copies.orphans import KEPT_S
+from mpitrain.job.config import Config
+from mpitrain.job.elastic.copies.orphans import KEPT_S
 from mpitrain.tools.doctor.beforehand import LIMIT_S, Beforehand
 from mpitrain.tools.doctor.checks import CHECKS, Options
 from mpitrain.tools.doctor.findings import Finding, Level, exit_code, show, to_json

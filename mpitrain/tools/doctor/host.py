@@ -18,8 +18,8 @@ import xxhash
 from collectives.cgroup import groups_of, smallest_limit
 from collectives.environment import memory_folder
 from collectives.files import open_new
-from mpitrain.elastic.copies.orphans import orphans, remove_orphans
-from mpitrain.monitor.machine.memory import node_bytes
+from mpitrain.job.elastic.copies.orphans import orphans, remove_orphans
+from mpitrain.job.record.machine.memory import node_bytes
 from mpitrain.tools.doctor import remains
 
 

@@ -174,7 +174,7 @@ def _hdf5() -> Hdf5:
 
 
 def _need(settings: str, num_ranks: str, num_nodes: str) -> Need:
-    from mpitrain.config import from_toml
+    from mpitrain.job.config import from_toml
     from mpitrain.tools.plan.memory.prediction import predict
 
     try:

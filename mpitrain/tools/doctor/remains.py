@@ -10,9 +10,9 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from collectives.environment import memory_folder
-from mpitrain.elastic.copies.folders import own_folders
-from mpitrain.elastic.copies.holding import locked
-from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, PREFIX, VARIABLES
+from mpitrain.job.elastic.copies.folders import own_folders
+from mpitrain.job.elastic.copies.holding import locked
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, PREFIX, VARIABLES
 
 _LEFT_S = 60.0  # a younger file may belong to a rank that is just making it
 

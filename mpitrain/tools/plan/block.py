@@ -7,7 +7,7 @@ Tensor parallelism cuts what is within the matrices; sequence parallelism cuts w
 from functools import lru_cache
 from typing import NamedTuple
 
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.kernels import Part, kernels_of
 from mpitrain.tools.plan.layout import Layout, Software
 from mpitrain.tools.plan.links import Sent, exchange, gather, group, reduce, scatter

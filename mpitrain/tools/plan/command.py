@@ -11,7 +11,7 @@ from rich.console import Console
 
 from collectives import is_live_terminal
 from collectives.shared.pictures import need_matplotlib
-from mpitrain.monitor.machine import machine as machines
+from mpitrain.job.record.machine import machine as machines
 from mpitrain.tools.plan import layout as layouts
 from mpitrain.tools.plan import report, settings
 from mpitrain.tools.plan.learning_rate import RULES, LearningRate, scaled

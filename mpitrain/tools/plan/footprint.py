@@ -5,7 +5,7 @@ For a run of this library on CPUs, `python -m mpitrain memory` counts the bytes 
 
 from functools import lru_cache
 
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.layout import Held, Layout, Software, candidates, rank_blocks, scheduled
 from mpitrain.tools.plan.transformer import Transformer
 

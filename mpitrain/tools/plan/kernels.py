@@ -6,8 +6,8 @@ Pairs are of forward and backward. The two classes below have the same methods; 
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from mpitrain.monitor.machine.constants import Kernels as Constants
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.constants import Kernels as Constants
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.layout import Software
 from mpitrain.tools.plan.transformer import Transformer
 

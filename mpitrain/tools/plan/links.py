@@ -4,7 +4,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.machine import Machine
 
 
 class Sent(NamedTuple):

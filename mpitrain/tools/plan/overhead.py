@@ -1,7 +1,7 @@
 """What a step takes in addition to the work of kernels and links: Python, torch, and ranks that wait for each other."""
 
-from mpitrain.monitor.machine.constants import Overhead, Overheads
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.constants import Overhead, Overheads
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.layout import Layout
 
 NONE: Overhead = (0.0, 0.0, 0.0)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.stages.schedules import Schedule, StageTimes, Times
 from mpitrain.stages.schedules.schedule import Kind
 from mpitrain.stages.schedules.timeline import timeline

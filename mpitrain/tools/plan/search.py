@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.footprint import footprint
 from mpitrain.tools.plan.layout import Layout, Software, rank_blocks
 from mpitrain.tools.plan.price import Price, price

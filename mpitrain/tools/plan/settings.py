@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.layout import Layout
 from mpitrain.tools.plan.learning_rate import LearningRate
 from mpitrain.tools.plan.search import Plan

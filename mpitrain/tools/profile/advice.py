@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from collectives.shared.tables import plural
-from mpitrain.config import Config, ConfigError, check_ranks, parse
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.config import Config, ConfigError, check_ranks, parse
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.footprint import footprint
 from mpitrain.tools.plan.layout import MPITRAIN, Layout
 from mpitrain.tools.plan.price import price

@@ -12,9 +12,9 @@ from rich.console import Console, RenderableType
 from collectives import Communicator
 from collectives.shared.terminal import console, positive
 from collectives.texts import shown
-from mpitrain.config import Config, ConfigError, TrainConfig, check_ranks, parse
-from mpitrain.monitor.adding import Added, import_modules
-from mpitrain.monitor.machine import machine as machines
+from mpitrain.job.config import Config, ConfigError, TrainConfig, check_ranks, parse
+from mpitrain.job.record.adding import Added, import_modules
+from mpitrain.job.record.machine import machine as machines
 from mpitrain.tools.profile.advice import Advised, advised
 from mpitrain.tools.profile.fitting import figures_of
 from mpitrain.tools.profile.parts import Parts, parts_of

@@ -4,8 +4,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
-from mpitrain.config import Config
-from mpitrain.monitor.machine.machine import Efficiency, Machine
+from mpitrain.job.config import Config
+from mpitrain.job.record.machine.machine import Efficiency, Machine
 from mpitrain.tools.plan.layout import MPITRAIN, Layout
 from mpitrain.tools.plan.price import Price, price
 from mpitrain.tools.plan.transformer import Transformer

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from mpitrain.monitor.layer_ranges import layers_of
+from mpitrain.job.record.layer_ranges import layers_of
+from mpitrain.job.train.hardware import memory_bytes
 from mpitrain.sharding.unit.registry import units_of
 from mpitrain.tools.profile.memory_kinds import KINDS, Held
-from mpitrain.train.hardware import memory_bytes
 
 
 class Snapshot:

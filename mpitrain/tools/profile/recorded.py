@@ -13,12 +13,12 @@ import numpy as np
 from rich.console import RenderableType
 
 from collectives.shared.tables import plural
-from mpitrain.config import Config, of_run
 from mpitrain.files import read
-from mpitrain.monitor.machine.machine import Machine
-from mpitrain.monitor.machine.memory import node_bytes
-from mpitrain.monitor.parsing.lines import ERRORS, MOST_FIGURE
-from mpitrain.monitor.record.metrics import PARTS
+from mpitrain.job.config import Config, of_run
+from mpitrain.job.record.files.metrics import PARTS
+from mpitrain.job.record.machine.machine import Machine
+from mpitrain.job.record.machine.memory import node_bytes
+from mpitrain.job.record.parsing.lines import ERRORS, MOST_FIGURE
 from mpitrain.tools.profile.advice import Advised, advised
 from mpitrain.tools.profile.fitting import Figures, figures_of
 from mpitrain.tools.profile.memory_kinds import KINDS as MEMORY_KINDS

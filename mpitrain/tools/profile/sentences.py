@@ -6,7 +6,7 @@ from statistics import fmean
 import numpy as np
 
 from collectives.diagnosis.record import shown_ranks
-from mpitrain.monitor.stragglers import Spent, slow_on_average
+from mpitrain.job.record.stragglers import Spent, slow_on_average
 from mpitrain.tools.profile.parts import LAYERS, Parts
 from mpitrain.tools.profile.stage_waits import StageWaits
 

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 from collectives import Communicator
 from collectives.diagnosis.record import newest_operations
-from mpitrain.config import CheckpointConfig, Config, LogConfig
-from mpitrain.monitor.gauges.phases import CpuClock
-from mpitrain.monitor.layer_ranges import layer_ranges
-from mpitrain.monitor.machine.memory import own_bytes
-from mpitrain.monitor.record.metrics import StepMetrics
+from mpitrain.job.config import CheckpointConfig, Config, LogConfig
+from mpitrain.job.record.files.metrics import StepMetrics
+from mpitrain.job.record.gauges.phases import CpuClock
+from mpitrain.job.record.layer_ranges import layer_ranges
+from mpitrain.job.record.machine.memory import own_bytes
+from mpitrain.job.train.hardware import memory_of_rank
+from mpitrain.job.train.passes import StagedPasses
+from mpitrain.job.train.trainer import Trainer
 from mpitrain.optim.norms import Spent
 from mpitrain.placement.rank0 import on_rank0
 from mpitrain.stages.schedules import Action
@@ -24,9 +27,6 @@ from mpitrain.tools.profile.memory import Snapshot
 from mpitrain.tools.profile.memory_kinds import Held
 from mpitrain.tools.profile.places import PASSES, Place, Times
 from mpitrain.tools.profile.stage_waits import StageWaits
-from mpitrain.train.hardware import memory_of_rank
-from mpitrain.train.passes import StagedPasses
-from mpitrain.train.trainer import Trainer
 
 
 class RankSteps(NamedTuple):

@@ -11,8 +11,8 @@ from ckpt.commands.terminal import shown_progress
 from ckpt.format.manifest import FILE_NAME
 from ckpt.reading.checkpoint import Checkpoint, open_checkpoint
 from collectives.texts import shown
-from mpitrain.monitor.conditions import Condition, differing, of_checkpoint
-from mpitrain.monitor.parsing.words import counted
+from mpitrain.job.record.conditions import Condition, differing, of_checkpoint
+from mpitrain.job.record.parsing.words import counted
 
 _OF_CONDITIONS = {"config", "num_ranks", "collectives", "hardware", "wires", "lease", "lease_run"}
 """Keys of the meta that tell of the conditions of a run. The others are a part of its state."""

@@ -14,8 +14,8 @@ from ckpt.storage.remote import Url
 from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.texts import shown as shown_text
 from collectives.texts import without_secrets
-from mpitrain.monitor import conditions
-from mpitrain.monitor.parsing.words import counted
+from mpitrain.job.record import conditions
+from mpitrain.job.record.parsing.words import counted
 from mpitrain.view.diff import checkpoints, metrics
 from mpitrain.view.diff import printing as shown
 from mpitrain.view.diff.checkpoints import CheckpointDifference

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.format.manifest import named
-from mpitrain.monitor.record.metrics import REPRODUCIBLE
+from mpitrain.job.record.files.metrics import REPRODUCIBLE
 from mpitrain.view.reading.run import RunRecord, is_of_layers
 from mpitrain.view.reading.tables import Array, Table
 

@@ -11,8 +11,8 @@ from ckpt.commands.diff import meta_line, tensor_table
 from ckpt.commands.terminal import index_text, new_table
 from collectives.shared.terminal import console
 from collectives.texts import shown
-from mpitrain.monitor.conditions import Condition
-from mpitrain.monitor.parsing.words import counted
+from mpitrain.job.record.conditions import Condition
+from mpitrain.job.record.parsing.words import counted
 from mpitrain.view.diff.checkpoints import CheckpointDifference
 from mpitrain.view.diff.metrics import MetricDifference, MetricsDifference, ranges_in_words
 

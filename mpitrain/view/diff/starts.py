@@ -3,7 +3,7 @@
 from itertools import groupby
 from typing import Any
 
-from mpitrain.monitor.conditions import Conditions, of_start
+from mpitrain.job.record.conditions import Conditions, of_start
 from mpitrain.view.reading.run import RunRecord
 
 _MOST_STARTS = 100

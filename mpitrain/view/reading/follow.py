@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpitrain.files import BLOCK_BYTES, MOST_LINE_BYTES, MOST_LINES_BYTES, reading, too_long
-from mpitrain.monitor.parsing.lines import Line, decode
+from mpitrain.job.record.parsing.lines import Line, decode
 
 _TAIL_BYTES = 256
 _MOST_SKIPPED = 8

@@ -19,11 +19,11 @@ import numpy as np
 from collectives.texts import shown
 from collectives.version import newer_release, release
 from mpitrain.files import read_toml
-from mpitrain.monitor.parsing.events import read_events, seconds_of
-from mpitrain.monitor.parsing.lines import MOST_STEP, read_blocks
-from mpitrain.monitor.parsing.settings import flat_settings
-from mpitrain.monitor.parsing.words import GRAVE, damaged
-from mpitrain.monitor.record.events import NAME as EVENTS
+from mpitrain.job.record.files.events import NAME as EVENTS
+from mpitrain.job.record.parsing.events import read_events, seconds_of
+from mpitrain.job.record.parsing.lines import MOST_STEP, read_blocks
+from mpitrain.job.record.parsing.settings import flat_settings
+from mpitrain.job.record.parsing.words import GRAVE, damaged
 from mpitrain.view.reading.tables import Array, Table, TableBuilder
 
 METRICS, RANKS, SETTINGS = "metrics.jsonl", "ranks.jsonl", "config.toml"

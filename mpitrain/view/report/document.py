@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 import numpy as np
 
-from mpitrain.monitor.conditions import settings_of
-from mpitrain.monitor.parsing.numbers import in_words
-from mpitrain.monitor.parsing.words import counted
+from mpitrain.job.record.conditions import settings_of
+from mpitrain.job.record.parsing.numbers import in_words
+from mpitrain.job.record.parsing.words import counted
 from mpitrain.view.reading.run import Event, RunRecord
 from mpitrain.view.report.charts import Chart, Panel
 from mpitrain.view.report.encoding import Arrays, chart_data, pack, panel_data

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.monitor.parsing.numbers import in_words, steps_in_words
-from mpitrain.monitor.parsing.words import counted
+from mpitrain.job.record.parsing.numbers import in_words, steps_in_words
+from mpitrain.job.record.parsing.words import counted
 from mpitrain.view.reading.run import NO_END, Event, RunRecord
 from mpitrain.view.report.marks import describe
 

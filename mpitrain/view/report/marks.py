@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
-from mpitrain.monitor.parsing.words import event_in_words
+from mpitrain.job.record.parsing.words import event_in_words
 from mpitrain.view.reading.run import Event, RunRecord
 from mpitrain.view.report.time_axis import TimeAxis
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpitrain.monitor.record.ranks import busy_s
+from mpitrain.job.record.files.ranks import busy_s
 from mpitrain.view.reading.run import LAYER_KINDS, RunRecord
 from mpitrain.view.reading.tables import Table
 from mpitrain.view.report.charts import Array, Buckets, Cells, Panel, PanelFigure, Spread, scale

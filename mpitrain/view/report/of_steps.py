@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpitrain.monitor.record.metrics import PARTS
-from mpitrain.monitor.record.ranks import GAUGES
+from mpitrain.job.record.files.metrics import PARTS
+from mpitrain.job.record.files.ranks import GAUGES
 from mpitrain.view.reading.run import RunRecord
 from mpitrain.view.report.charts import Array, Axis, Buckets, Chart, Series, scale
 from mpitrain.view.report.time_axis import TimeAxis

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.monitor.parsing.numbers import bytes_in_words, in_words
+from mpitrain.job.record.parsing.numbers import bytes_in_words, in_words
 from mpitrain.view.reading.run import RunRecord
 from mpitrain.view.report.time_axis import TimeAxis
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from collectives.texts import shown
-from mpitrain.monitor.trace.request import MOST_TRACED
-from mpitrain.monitor.record.folder_lock import Holder
-from mpitrain.monitor.trace import request
+from mpitrain.job.record.files.folder_lock import Holder
+from mpitrain.job.record.trace import request
+from mpitrain.job.record.trace.request import MOST_TRACED
 
 _POLL_S = 0.2
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.texts import shown
-from mpitrain.monitor.trace.request import MOST_TRACED
 from mpitrain.files import json_of
-from mpitrain.monitor.parsing.lines import ERRORS, MOST_RANKS
-from mpitrain.monitor.trace.events import COMMUNICATION, LAYERS, PIPELINE, STEPS, WAIT
-from mpitrain.monitor.trace.packing import lines_of, no_trace
+from mpitrain.job.record.parsing.lines import ERRORS, MOST_RANKS
+from mpitrain.job.record.trace.events import COMMUNICATION, LAYERS, PIPELINE, STEPS, WAIT
+from mpitrain.job.record.trace.packing import lines_of, no_trace
+from mpitrain.job.record.trace.request import MOST_TRACED
 
 MAX_RANKS = 32
 _MAX_EVENTS = 500_000

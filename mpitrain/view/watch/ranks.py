@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from mpitrain.monitor.parsing.lines import Line
-from mpitrain.monitor.record.ranks import busy_s
+from mpitrain.job.record.files.ranks import busy_s
+from mpitrain.job.record.parsing.lines import Line
 
 _LAST = 20
 """The figures of a rank are medians over so many steps."""

@@ -9,10 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from collectives.texts import shown
-from mpitrain.monitor.parsing.lines import Line
-from mpitrain.monitor.parsing.numbers import duration
-from mpitrain.monitor.parsing.words import GRAVE, ODD, counted, event_in_words
-from mpitrain.monitor.record.metrics import PARTS
+from mpitrain.job.record.files.metrics import PARTS
+from mpitrain.job.record.parsing.lines import Line
+from mpitrain.job.record.parsing.numbers import duration
+from mpitrain.job.record.parsing.words import GRAVE, ODD, counted, event_in_words
 from mpitrain.view.watch import ranks
 from mpitrain.view.watch.charts import TWO_CHARTS, Range, Screen, charts
 from mpitrain.view.watch.watched import RUNNING, Watched

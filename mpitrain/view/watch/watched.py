@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from collectives.texts import shown
 from mpitrain.files import read_beginning
-from mpitrain.monitor.pace import Pace
-from mpitrain.monitor.parsing.events import read_events, seconds_of
-from mpitrain.monitor.parsing.lines import Line
-from mpitrain.monitor.parsing.numbers import duration
-from mpitrain.monitor.parsing.words import damaged
-from mpitrain.monitor.record.events import NAME as EVENTS
-from mpitrain.monitor.record.marks import DONE, LOCK, OLD_S, STALE_S, last_launch, read_done
+from mpitrain.job.record.files.events import NAME as EVENTS
+from mpitrain.job.record.files.marks import DONE, LOCK, OLD_S, STALE_S, last_launch, read_done
+from mpitrain.job.record.pace import Pace
+from mpitrain.job.record.parsing.events import read_events, seconds_of
+from mpitrain.job.record.parsing.lines import Line
+from mpitrain.job.record.parsing.numbers import duration
+from mpitrain.job.record.parsing.words import damaged
 from mpitrain.view.reading.follow import Follower
 from mpitrain.view.reading.run import METRICS, RANKS, SETTINGS, checkpoint_steps, read_settings
 from mpitrain.view.watch.ranks import RankFigures
@@ -241,7 +241,9 @@ class Watched:
 
     def _gone(self) -> str | None:
         """Why no job trains here any more, if this host sees that its process has ended."""
-        from mpitrain.monitor.record.folder_lock import Holder  # the import takes 0.3 s, and most views do not need it
+        from mpitrain.job.record.files.folder_lock import (
+            Holder,  # the import takes 0.3 s, and most views do not need it
+        )
 
         return Holder(self.folder).is_gone()
 

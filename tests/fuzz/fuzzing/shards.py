@@ -14,11 +14,11 @@ from fuzzing import independent
 from fuzzing.independent import Sample
 from fuzzing.target import Sound
 from fuzzing.verdict import fault
-from mpitrain.data import TarSamples
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.documents import Cut, DamagedSampleError, Reader, checked_text, kind_of, open_shard
-from mpitrain.data.documents.tar.numbers import BLOCK
-from mpitrain.data.shards import list_shards
+from mpitrain.job.data import TarSamples
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.documents import Cut, DamagedSampleError, Reader, checked_text, kind_of, open_shard
+from mpitrain.job.data.documents.tar.numbers import BLOCK
+from mpitrain.job.data.shards import list_shards
 
 _CACHE_BYTES = 1 << 30
 _NUM_PARTS = 200

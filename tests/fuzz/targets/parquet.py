@@ -11,8 +11,8 @@ from typing import Any
 from fuzzing.target import Files, Parts, Sound, Target
 from fuzzing.thrift import decoded, encoded
 
-from mpitrain.data.documents import DamagedSampleError, DamagedShardError, Reader, open_shard
-from mpitrain.data.documents.parquet import Limits, ParquetReader
+from mpitrain.job.data.documents import DamagedSampleError, DamagedShardError, Reader, open_shard
+from mpitrain.job.data.documents.parquet import Limits, ParquetReader
 
 _MAGIC = b"PAR1"
 _FOOTER, _CODEC = "footer", "codec"

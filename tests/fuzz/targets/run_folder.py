@@ -15,13 +15,13 @@ from fuzzing.verdict import fault
 
 from collectives.texts import shown
 from mpitrain.cli import main
-from mpitrain.config import of_run
-from mpitrain.elastic.lease import read_lease
-from mpitrain.elastic.supervisor.folder import RunFolder
-from mpitrain.monitor.record import marks
-from mpitrain.monitor.record.folder_lock import Holder
-from mpitrain.monitor.record.lines import LinesFile, is_evaluated
-from mpitrain.monitor.trace import request
+from mpitrain.job.config import of_run
+from mpitrain.job.elastic.lease import read_lease
+from mpitrain.job.elastic.supervisor.folder import RunFolder
+from mpitrain.job.record.files import marks
+from mpitrain.job.record.files.folder_lock import Holder
+from mpitrain.job.record.files.lines import LinesFile, is_evaluated
+from mpitrain.job.record.trace import request
 from mpitrain.view.trace.drawn import Drawn
 
 LINES = ("metrics.jsonl", "ranks.jsonl", "events.jsonl")

@@ -7,7 +7,7 @@ from fuzzing.mutation import mutate_bytes
 from fuzzing.shards import read_shard, tar, with_checksum
 from fuzzing.target import Files, Parts, Sound, Target
 
-from mpitrain.data.documents.tar.numbers import BLOCK, is_header
+from mpitrain.job.data.documents.tar.numbers import BLOCK, is_header
 
 KINDS = b"0\x0071234567SLKxXgMVDZ"
 NUMBERS = (

@@ -16,7 +16,7 @@ import ckpt
 import mpitrain
 from ckpt.format.manifest import FILE_NAME
 from mpitrain.cli import main
-from mpitrain.config import parse, to_toml
+from mpitrain.job.config import parse, to_toml
 from mpitrain.models import build
 
 _CONFIG = parse(["--model.width", "8", "--model.layers", "1", "--model.heads", "2", "--model.context", "8"])

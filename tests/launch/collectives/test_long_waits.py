@@ -9,7 +9,7 @@ from main_job import SETTINGS
 EXIT_CODE = 124
 JOB = """
 import sys, time, torch, collectives, mpitrain
-import mpitrain.cli, mpitrain.data
+import mpitrain.cli, mpitrain.job.data
 comm = collectives.world()
 x = torch.ones(2, 8)
 
@@ -85,14 +85,14 @@ if comm.rank == 1:
 mpitrain.save(sys.argv[2] + "-saved", model)
 
 
-def get(self, step, *rows, get=mpitrain.data.Batches.get):
+def get(self, step, *rows, get=mpitrain.job.data.Batches.get):
     if step == 2 and comm.rank == 1:
         late()
     return get(self, step, *rows)
 
 
 case("main_job")
-mpitrain.data.Batches.get = get
+mpitrain.job.data.Batches.get = get
 assert mpitrain.cli.main(sys.argv[1:]) in (None, 0)
 
 case("no_sync")
@@ -142,7 +142,7 @@ def test_a_wait_that_lasts_is_told(tmp_path: Path) -> None:
         f"in no operation, in the forward of Sequential, {late}",
     )
     check("save", rf"in world \(ranks 0, 1\): #\d+ together, {here} <module>, {wait}", behind)
-    norm = r"#\d+ all_reduce\(1 x float64, op=sum\) by mpi, at .*/mpitrain/train/steps/stepper.py:\d+ in clip"
+    norm = r"#\d+ all_reduce\(1 x float64, op=sum\) by mpi, at .*/mpitrain/job/train/steps/stepper.py:\d+ in clip"
     mine = rf"from {job}:\d+ in <module>"
     check("main_job", rf"in world \(ranks 0, 1\): {norm}, {mine}, {wait}", behind)  # rank 1 reads the next step's batch
     apart = rf"in world.*, in the .*backward of Sequential, {here} step, for \d+\.\d s, waiting for rank 0"

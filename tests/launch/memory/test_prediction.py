@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout_s(240)
 MEASURE = """
 import json, re, sys
 import collectives
-from mpitrain.config import parse
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.config import parse
+from mpitrain.job.train.trainer import Trainer
 
 def numbers(path):
     return {m[1]: 1024 * int(m[2]) for m in re.finditer(r"^(\\w+):\\s+(\\d+) kB", open(path).read(), re.M)}

@@ -16,10 +16,10 @@ MEASURE = """
 import ctypes, gc, json, sys
 import numpy as np, torch
 import collectives
-from mpitrain.config import parse
+from mpitrain.job.config import parse
 from mpitrain.models import decay_groups, num_parameters
 from mpitrain.placement.axes import mesh
-from mpitrain.train.model import make_model
+from mpitrain.job.train.model import make_model
 
 def pss():
     gc.collect()

@@ -15,7 +15,7 @@ from main_job import error_line, losses, metrics
 from tokenizer_files import byte_pairs
 
 from mpitrain import cli
-from mpitrain.data.streaming.packing import Packing
+from mpitrain.job.data.streaming.packing import Packing
 
 SETTINGS = (
     "--model.width",

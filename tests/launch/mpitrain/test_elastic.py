@@ -18,8 +18,8 @@ from main_job import losses
 import ckpt
 from mpitrain.chaos.disk import small_disk
 from mpitrain.chaos.job import Job
-from mpitrain.elastic.copies.files import files_of, remove_copies
-from mpitrain.elastic.lease import read_lease
+from mpitrain.job.elastic.copies.files import files_of, remove_copies
+from mpitrain.job.elastic.lease import read_lease
 
 STEPS = 60
 SETTINGS = (
@@ -281,7 +281,7 @@ BAD_ROW = """
 import os
 import numpy as np
 import collectives
-from mpitrain.elastic.survive import Progress, survive
+from mpitrain.job.elastic.survive import Progress, survive
 
 step = begun = 0
 

@@ -34,8 +34,8 @@ from main_job import (
 
 import ckpt
 from mpitrain import cli
-from mpitrain.config import differences, from_toml, parse
-from mpitrain.data import Batches, HeldoutBatches, read_into, scan
+from mpitrain.job.config import differences, from_toml, parse
+from mpitrain.job.data import Batches, HeldoutBatches, read_into, scan
 from mpitrain.models import TransformerConfig, build, resolve
 from mpitrain.weights.initial_values import initialize
 

@@ -197,7 +197,7 @@ def test_a_loss_that_is_not_finite(corpus: Path, tmp_path: Path) -> None:
 
 RAISES = """
 import sys
-from mpitrain.train import trainer
+from mpitrain.job.train import trainer
 
 take_step = trainer.Trainer.train_step
 

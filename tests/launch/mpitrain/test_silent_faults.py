@@ -12,7 +12,7 @@ FLIP = """
 import sys
 import numpy as np
 from mpitrain.cli import main
-from mpitrain.train import trainer
+from mpitrain.job.train import trainer
 
 take = trainer.Trainer.train_step
 

@@ -18,9 +18,9 @@ from launching import ROOT, YIELDS, Result, is_open_mpi, job_environment, run
 from main_job import STEPS, command, losses, metrics
 from run_events import faults
 
-from mpitrain.elastic.supervisor.folder import VARIABLES
-from mpitrain.monitor.record import marks
-from mpitrain.monitor.record.folder_lock import FolderLock
+from mpitrain.job.elastic.supervisor.folder import VARIABLES
+from mpitrain.job.record.files import marks
+from mpitrain.job.record.files.folder_lock import FolderLock
 
 
 def elastic(num_ranks: int, options: list[str], program: list[str], **other: object) -> Result:
@@ -120,8 +120,8 @@ def head(tmp_path: Path) -> Path:
     script = tmp_path / "head.py"
     script.write_text("""
 import os, pathlib, signal, subprocess, sys, time
-from mpitrain.elastic import marks
-from mpitrain.elastic.supervisor.mpi_files.sessions import VARIABLES
+from mpitrain.job.elastic import marks
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import VARIABLES
 folder, *program = sys.argv[1:]
 hosts = "-hosts" if "HYDRA_LAUNCHER" in os.environ else "-H"
 mpirun = [os.environ["CLUSTER_MPIRUN"], hosts, os.environ["CLUSTER_HOSTS"], "-np", "2"]
@@ -179,7 +179,7 @@ PROGRAM = """
 import os, pathlib, signal, sys, time
 asked = []
 signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
-from mpitrain.monitor.record.marks import Marks, launch_number, starting
+from mpitrain.job.record.files.marks import Marks, launch_number, starting
 starting()
 folder = pathlib.Path(sys.argv[sys.argv.index("--run") + 1])
 run = Marks(folder)

@@ -13,10 +13,10 @@ from two_sources import two_sources
 
 import ckpt
 from collectives import Communicator
-from mpitrain.config import Config, parse
-from mpitrain.data.loading import Documents, load_data
-from mpitrain.data.streaming.packing import Packing
-from mpitrain.train.batches.rank_batches import RankBatches
+from mpitrain.job.config import Config, parse
+from mpitrain.job.data.loading import Documents, load_data
+from mpitrain.job.data.streaming.packing import Packing
+from mpitrain.job.train.batches.rank_batches import RankBatches
 
 STEPS = 6
 

@@ -13,11 +13,11 @@ from two_sources import two_sources
 
 import ckpt
 from collectives import Communicator
-from mpitrain.config import Config, parse
-from mpitrain.data.loading import load_data
-from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.batches.rank_batches import RankBatches
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.config import Config, parse
+from mpitrain.job.data.loading import load_data
+from mpitrain.job.train.batches.micro_batch import MicroBatch
+from mpitrain.job.train.batches.rank_batches import RankBatches
+from mpitrain.job.train.trainer import Trainer
 
 STEPS, SLICES = 6, 4
 SETTINGS = """
@@ -167,7 +167,7 @@ def test_a_run_that_stops_and_goes_on_at_another_number_of_ranks(
     """It has the bits of a run on one rank."""
     monkeypatch.setenv("MPITRAIN_RECORD_DIR", str(shared_tmp))
     monkeypatch.setenv("MPITRAIN_TTY", "0")
-    monkeypatch.setattr("mpitrain.train.trainer.matmul_flops_per_s", lambda device, dtype: 1e9)
+    monkeypatch.setattr("mpitrain.job.train.trainer.matmul_flops_per_s", lambda device, dtype: 1e9)
     itself = comm.split(comm.rank)
 
     def train(run: str, ranks: Communicator, steps: int) -> Path:

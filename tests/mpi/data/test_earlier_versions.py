@@ -10,9 +10,9 @@ from forging import forge
 from small_trainers import Make, maker
 
 from collectives import Communicator
-from mpitrain.config import ConfigError
-from mpitrain.data.streaming.feed import Feed
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.config import ConfigError
+from mpitrain.job.data.streaming.feed import Feed
+from mpitrain.job.train.trainer import Trainer
 from mpitrain.weights.state import OnDisk
 
 

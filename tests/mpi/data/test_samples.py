@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import mpitrain
 from collectives import Communicator, Mesh
-from mpitrain.data import batches
+from mpitrain.job.data import batches
 
 BATCH, STEPS = 6, 9
 

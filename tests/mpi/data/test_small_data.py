@@ -8,10 +8,10 @@ import pytest
 
 from collectives import Communicator, on_all_ranks
 from collectives.transports.node import anonymous
-from mpitrain.config import parse
-from mpitrain.data import loading
-from mpitrain.data.loading import Corpus, load_data
-from mpitrain.train.batches.rank_batches import RankBatches
+from mpitrain.job.config import parse
+from mpitrain.job.data import loading
+from mpitrain.job.data.loading import Corpus, load_data
+from mpitrain.job.train.batches.rank_batches import RankBatches
 
 CONTEXT, BATCH = 24, 7
 

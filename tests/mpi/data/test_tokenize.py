@@ -9,14 +9,14 @@ import pytest
 from tokenizer_files import byte_pairs
 
 from collectives import Communicator
-from mpitrain.config import DataConfig
-from mpitrain.data import engines
-from mpitrain.data.engines import Encode
-from mpitrain.data.loading import load_data, speed_up
-from mpitrain.data.tokenize import documents
-from mpitrain.data.tokenize.job import Result, tokenize
-from mpitrain.data.tokenizers import JsonTokenizer, load_tokenizer
-from mpitrain.data.tokens import open_tokens
+from mpitrain.job.config import DataConfig
+from mpitrain.job.data import engines
+from mpitrain.job.data.engines import Encode
+from mpitrain.job.data.loading import load_data, speed_up
+from mpitrain.job.data.tokenize import documents
+from mpitrain.job.data.tokenize.job import Result, tokenize
+from mpitrain.job.data.tokenizers import JsonTokenizer, load_tokenizer
+from mpitrain.job.data.tokens import open_tokens
 
 TEXTS = [f"document {number}: all work and no play, " * (number % 9 + 1) for number in range(200)]
 

@@ -21,9 +21,9 @@ from ways import WAYS
 import ckpt
 import mpitrain
 from collectives import Communicator
-from mpitrain.elastic.copies.files import CopyFile, complete_copies, files_of, path_of, remove_copies
-from mpitrain.elastic.copies.restoring import find_state
-from mpitrain.elastic.copies.taking import Copies
+from mpitrain.job.elastic.copies.files import CopyFile, complete_copies, files_of, path_of, remove_copies
+from mpitrain.job.elastic.copies.restoring import find_state
+from mpitrain.job.elastic.copies.taking import Copies
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.weights import state as weights
 from mpitrain.weights.initial_values import initialize

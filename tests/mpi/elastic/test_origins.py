@@ -7,9 +7,9 @@ import pytest
 from small_trainers import Make, fails_at, maker
 
 from collectives import Communicator
-from mpitrain.elastic.copies.holding import remove_all
-from mpitrain.elastic.lease import read_lease
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.elastic.copies.holding import remove_all
+from mpitrain.job.elastic.lease import read_lease
+from mpitrain.job.train.trainer import Trainer
 
 ELASTIC = ("--train.elastic", "true", "--train.copy-every", "3")
 

@@ -12,11 +12,11 @@ from run_events import faults
 from small_trainers import Make, flip, in_step, maker
 
 from collectives import Communicator
-from mpitrain.elastic.copies.files import complete_copies
-from mpitrain.elastic.lease import read_lease
-from mpitrain.health import DesyncError
+from mpitrain.job.elastic.copies.files import complete_copies
+from mpitrain.job.elastic.lease import read_lease
+from mpitrain.job.health import DesyncError
+from mpitrain.job.train.trainer import Trainer
 from mpitrain.sharding import sharded_params
-from mpitrain.train.trainer import Trainer
 
 NORM = "ln_f.weight"
 CHECKED = ("--train.check-every", "4")

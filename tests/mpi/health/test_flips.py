@@ -8,8 +8,8 @@ from run_events import faults
 from small_trainers import Make, flip, in_step
 
 from collectives import Communicator
-from mpitrain.health import FlippedBitError
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.health import FlippedBitError
+from mpitrain.job.train.trainer import Trainer
 
 CHECKED = ("--train.check-every", "4", "--train.max-rewinds", "1")
 STORAGES = {

@@ -10,8 +10,8 @@ from extent import extent
 from small_trainers import Make, flip
 
 from collectives import Communicator
-from mpitrain.health import DesyncError, FlippedBitError
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.health import DesyncError, FlippedBitError
+from mpitrain.job.train.trainer import Trainer
 
 EVERY = 4
 PHASES = ("before the forward", "after the backward", "after the optimizer's step")

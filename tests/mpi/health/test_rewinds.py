@@ -13,12 +13,12 @@ from small_trainers import Make
 
 import ckpt
 from collectives import Communicator
-from mpitrain.elastic.copies.files import complete_copies
-from mpitrain.elastic.copies.holding import remove_all
-from mpitrain.elastic.lease import read_lease
-from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.passes import WholePasses
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.elastic.copies.files import complete_copies
+from mpitrain.job.elastic.copies.holding import remove_all
+from mpitrain.job.elastic.lease import read_lease
+from mpitrain.job.train.batches.micro_batch import MicroBatch
+from mpitrain.job.train.passes import WholePasses
+from mpitrain.job.train.trainer import Trainer
 
 BATCH = 12
 SAVES = ("--checkpoint.every", "4", "--checkpoint.keep", "9")

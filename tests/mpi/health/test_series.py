@@ -10,9 +10,9 @@ from run_events import faults
 from small_trainers import Make
 
 import ckpt
-from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.passes import WholePasses
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.train.batches.micro_batch import MicroBatch
+from mpitrain.job.train.passes import WholePasses
+from mpitrain.job.train.trainer import Trainer
 
 
 def jump(trainer: Trainer, step: int, factor: float) -> None:

@@ -10,15 +10,15 @@ import torch
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.config import Config, parse
+from mpitrain.job.config import Config, parse
+from mpitrain.job.record.gauges.phases import StepClock
+from mpitrain.job.record.layers.figures import LayerFigures
+from mpitrain.job.train.batches.micro_batch import MicroBatch
+from mpitrain.job.train.model import make_model, make_optimizer
+from mpitrain.job.train.steps.stepper import Stepper
 from mpitrain.models import LanguageModel, build, decay_groups
 from mpitrain.models.loss import IGNORED
-from mpitrain.monitor.gauges.phases import StepClock
-from mpitrain.monitor.layers.figures import LayerFigures
 from mpitrain.optim.elementwise import AdamW
-from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.model import make_model, make_optimizer
-from mpitrain.train.steps.stepper import Stepper
 from mpitrain.weights.initial_values import initialize
 
 SIZES = "--model.width 24 --model.layers 4 --model.heads 3 --model.context 12 --model.vocab 257 --train.batch 8"

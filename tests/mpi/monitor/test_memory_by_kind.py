@@ -8,13 +8,13 @@ import torch
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.config import parse
-from mpitrain.monitor.gauges.gauges import Gauges
-from mpitrain.monitor.gauges.phases import StepClock
+from mpitrain.job.config import parse
+from mpitrain.job.record.gauges.gauges import Gauges
+from mpitrain.job.record.gauges.phases import StepClock
+from mpitrain.job.train.batches.micro_batch import MicroBatch
+from mpitrain.job.train.model import make_model, make_optimizer
 from mpitrain.sharding import sharded_params
 from mpitrain.tools.plan.memory.prediction import predict
-from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.model import make_model, make_optimizer
 
 SETTINGS = "--model.width 64 --model.layers 3 --model.heads 4 --model.context 16 --train.batch 4 --parallel.bind false"
 

@@ -10,15 +10,15 @@ import torch
 from small_trainers import Make
 
 from collectives import Communicator
-from mpitrain.config import Config, ConfigError
+from mpitrain.job.config import Config, ConfigError
+from mpitrain.job.record.adding import Added
+from mpitrain.job.train.trainer import Trainer
 from mpitrain.models.gpt import Block
-from mpitrain.monitor.adding import Added
 from mpitrain.tools.profile.command import main
 from mpitrain.tools.profile.parts import Parts, parts_of
 from mpitrain.tools.profile.places import OTHER
 from mpitrain.tools.profile.sentences import sentences
 from mpitrain.tools.profile.steps import MeasuredRun, measured_run
-from mpitrain.train.trainer import Trainer
 
 STEPS = 6
 LAYERS = "--model.layers", "2", "--model.context", "64", "--model.width", "64"

@@ -16,10 +16,10 @@ from small_trainers import Make
 import ckpt
 import mpitrain
 from collectives import Communicator
-from mpitrain.monitor.adding import Added, Moment
-from mpitrain.monitor.parsing.events import read_events
-from mpitrain.monitor.record import ranks
-from mpitrain.monitor.sinks import About, Figures
+from mpitrain.job.record.adding import Added, Moment
+from mpitrain.job.record.files import ranks
+from mpitrain.job.record.parsing.events import read_events
+from mpitrain.job.record.sinks import About, Figures
 
 
 @pytest.fixture(autouse=True)

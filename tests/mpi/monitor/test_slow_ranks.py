@@ -11,8 +11,8 @@ from run_events import faults
 from small_trainers import Make
 
 from collectives import Communicator
-from mpitrain.monitor import stragglers
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.record import stragglers
+from mpitrain.job.train.trainer import Trainer
 
 LAYOUTS = [
     pytest.param((), "blocked", marks=pytest.mark.ranks(1, 2), id="ZeRO"),

@@ -10,16 +10,16 @@ import torch
 
 import mpitrain
 from collectives import Communicator
-from mpitrain.config import Config, parse
-from mpitrain.data.loading import load_data
+from mpitrain.job.config import Config, parse
+from mpitrain.job.data.loading import load_data
+from mpitrain.job.record.gauges.phases import StepClock
+from mpitrain.job.train.batches.losses import SourceLosses
+from mpitrain.job.train.batches.rank_batches import RankBatches
+from mpitrain.job.train.batches.totals import LossTotal
+from mpitrain.job.train.evaluation import Evaluator
+from mpitrain.job.train.model import make_model
 from mpitrain.models import build
 from mpitrain.models.loss import IGNORED
-from mpitrain.monitor.gauges.phases import StepClock
-from mpitrain.train.batches.losses import SourceLosses
-from mpitrain.train.batches.rank_batches import RankBatches
-from mpitrain.train.batches.totals import LossTotal
-from mpitrain.train.evaluation import Evaluator
-from mpitrain.train.model import make_model
 
 SIZES = "--model.width 24 --model.layers 4 --model.heads 2 --model.context 12 --train.batch 8 --train.accumulate 2"
 # Rows of a lane follow each other in a batch; padding is in whole rows alone.

@@ -15,12 +15,12 @@ from trace_checks import Event, checked, end, tick
 
 from collectives import Communicator
 from collectives.diagnosis import record
-from mpitrain.monitor.trace import clocks as of_hosts
-from mpitrain.monitor.trace import request
-from mpitrain.monitor.trace.clocks import Clocks
-from mpitrain.monitor.trace.packing import read_trace
-from mpitrain.monitor.trace.tracer import Tracer
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.record.trace import clocks as of_hosts
+from mpitrain.job.record.trace import request
+from mpitrain.job.record.trace.clocks import Clocks
+from mpitrain.job.record.trace.packing import read_trace
+from mpitrain.job.record.trace.tracer import Tracer
+from mpitrain.job.train.trainer import Trainer
 
 SLEEP_S = 0.3  # more than a busy machine delays a rank
 

@@ -17,7 +17,7 @@ from ways import WAYS, options_of, spread
 import mpitrain
 from collectives import Communicator
 from collectives.diagnosis.record import last_operations
-from mpitrain.config import ConfigError
+from mpitrain.job.config import ConfigError
 from mpitrain.models import GPT, GPTConfig, LanguageModel, decay_groups, muon_groups
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig

@@ -8,7 +8,7 @@ import torch
 
 from collectives import Communicator
 from mpitrain.cli import main
-from mpitrain.monitor.machine.machine import load
+from mpitrain.job.record.machine.machine import load
 from mpitrain.tools.plan.comparing import command as comparing
 from mpitrain.tools.plan.comparing.cases import layouts
 from mpitrain.tools.plan.comparing.results import ComparisonLaunch

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from collectives import Communicator
-from mpitrain.monitor.machine.constants import Kernels, Links
+from mpitrain.job.record.machine.constants import Kernels, Links
 from mpitrain.tools.plan.measuring.cluster import measured
 from mpitrain.tools.plan.measuring.constants import Sections, to_toml
 from mpitrain.tools.plan.measuring.links import links
@@ -82,9 +82,9 @@ def test_the_file_is_read_back(comm: Communicator, sections: Sections) -> None:
     kernels, of_links = (msgspec.convert(read[name], kind) for name, kind in (("kernels", Kernels), ("links", Links)))
     assert kernels.gelu_s == pytest.approx(sections["kernels"]["gelu_s"].value, rel=1e-3)
     assert (of_links.node_message is not None) == (comm.node.size > 1)
-    if find_spec("mpitrain.monitor.machine.machine") is None:
+    if find_spec("mpitrain.job.record.machine.machine") is None:
         pytest.skip("the planner's reader is not there")
-    from mpitrain.monitor.machine.machine import from_text
+    from mpitrain.job.record.machine.machine import from_text
 
     machine = from_text(text, "a test")
     assert machine.flops == pytest.approx(sections[""]["flops"].value, rel=1e-3)

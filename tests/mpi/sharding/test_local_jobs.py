@@ -8,8 +8,8 @@ from main_job import assert_same_end, heldout_losses, losses, metrics
 from small_trainers import Make, fails_at, flip, in_step, maker
 
 from collectives import Communicator
-from mpitrain.health import DesyncError
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.health import DesyncError
+from mpitrain.job.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(2, 4)
 

@@ -15,11 +15,11 @@ from collectives.transports.node.memory import NodeMemory
 from collectives.transports.node.noted_room import Room
 from mpitrain import fully_shard
 from mpitrain.chaos.disk import small_disk
-from mpitrain.config import parse
+from mpitrain.job.config import parse
+from mpitrain.job.train.model import make_model
 from mpitrain.sharding.setup import room as room_of_nodes
 from mpitrain.sharding.unit.registry import units_of
 from mpitrain.stages import StagePlan, pipeline
-from mpitrain.train.model import make_model
 
 WIDTH = 128
 FULL_BYTES = 2 * 4 * (WIDTH * WIDTH + WIDTH)

@@ -189,7 +189,7 @@ def test_checked_mode_names_what_differs(comm: Communicator, shared_tmp: Path) -
 
 @pytest.mark.ranks(2)
 def test_a_copy_in_node_memory_has_them_too(comm: Communicator) -> None:
-    """What `mpitrain.elastic` copies: one rank has the box of a buffer."""
+    """What `mpitrain.job.elastic` copies: one rank has the box of a buffer."""
     model = mpitrain.fully_shard(with_buffers(), comm)
     collected = weights.collect(model)
     for name, _ in model.named_buffers():

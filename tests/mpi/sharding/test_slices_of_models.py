@@ -15,8 +15,8 @@ from torch import nn
 import ckpt
 import mpitrain
 from collectives import Communicator
+from mpitrain.job.train.trainer import Trainer
 from mpitrain.placement.axes import group_of
-from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

@@ -18,8 +18,8 @@ import ckpt
 import mpitrain
 from collectives import Communicator, Table
 from collectives.selection.table import TableEntry
-from mpitrain.elastic.copies.restoring import find_state
-from mpitrain.elastic.copies.taking import Copies
+from mpitrain.job.elastic.copies.restoring import find_state
+from mpitrain.job.elastic.copies.taking import Copies
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 from mpitrain.weights import state as weights
 
@@ -570,7 +570,7 @@ def test_several_boxes_of_a_tensor_of_ones_own_travel_along(comm, shared_tmp: Pa
 
 
 def test_a_run_keeps_the_table_of_algorithms(comm: Communicator) -> None:
-    from mpitrain.train.checkpoints.saving import _take_table
+    from mpitrain.job.train.checkpoints.saving import _take_table
 
     group, other = comm.split(0), comm.split(0)
     table = Table((TableEntry("all_reduce", "native", "private", comm.size, 1, ((None, "ring"),)),))

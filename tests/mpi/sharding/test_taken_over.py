@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from collectives import Communicator
-from mpitrain.config import parse
-from mpitrain.monitor.record.folder_lock import STALE_S
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.config import parse
+from mpitrain.job.record.files.folder_lock import STALE_S
+from mpitrain.job.train.trainer import Trainer
 
 SETTINGS = """--model.width 8 --model.layers 1 --model.heads 2 --model.context 8 --train.batch 12 --train.steps 9 --train.eval-batches 0
 --train.sample-bytes 0 --checkpoint.every 2 --checkpoint.keep 9 --parallel.no-bind --parallel.threads 1"""

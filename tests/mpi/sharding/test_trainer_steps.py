@@ -15,12 +15,12 @@ from small_trainers import Make, maker
 import ckpt
 from collectives import Communicator
 from mpitrain import tensor
+from mpitrain.job.train.batches.micro_batch import MicroBatch
+from mpitrain.job.train.passes import WholePasses
+from mpitrain.job.train.steps.lr import learning_rate
+from mpitrain.job.train.trainer import Trainer
 from mpitrain.models import GPT
 from mpitrain.models.loss import IGNORED
-from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.passes import WholePasses
-from mpitrain.train.steps.lr import learning_rate
-from mpitrain.train.trainer import Trainer
 from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(1, 2)

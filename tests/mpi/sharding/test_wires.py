@@ -16,7 +16,7 @@ from ways import mesh_of
 
 import mpitrain
 from collectives import Communicator, network_bytes
-from mpitrain.config import from_toml
+from mpitrain.job.config import from_toml
 from mpitrain.sharding import clip_grad_norm_, fully_shard
 from mpitrain.sharding.unit.registry import units_of
 

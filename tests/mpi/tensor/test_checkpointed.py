@@ -9,12 +9,12 @@ from torch import nn
 
 import mpitrain
 from collectives import Communicator, Mesh
-from mpitrain.config import parse
+from mpitrain.job.config import parse
+from mpitrain.job.train.model import make_model
 from mpitrain.models import GPT, Segments
 from mpitrain.placement.parts import ranks_with_input
 from mpitrain.tensor import Style
 from mpitrain.tools.plan.memory.step import Tracker
-from mpitrain.train.model import make_model
 
 pytestmark = pytest.mark.ranks(2, 3)
 

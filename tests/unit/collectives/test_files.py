@@ -196,13 +196,15 @@ def test_a_module_that_was_loaded_without_the_package_is_that_of_the_package() -
     same = (
         "import pickle, sys, collectives.files, collectives.texts\n"
         "from collectives import files, texts\n"
-        "import mpitrain.files, mpitrain.elastic.supervisor.texts as of_supervisor\n"
+        "import mpitrain.files, mpitrain.job.elastic.supervisor.texts as of_supervisor\n"
         "assert files is collectives.files is sys.modules['collectives.files'] and texts is collectives.texts\n"
         "assert mpitrain.files.OddFileError is files.OddFileError and mpitrain.files.partial_of is files.partial_of\n"
         "assert of_supervisor.shown is texts.shown\n"
         "assert pickle.loads(pickle.dumps(files.OddFileError)) is mpitrain.files.OddFileError\n"
     )
-    alone = "import sys, mpitrain.files, mpitrain.elastic.supervisor.texts\nassert 'collectives' not in sys.modules\n"
+    alone = (
+        "import sys, mpitrain.files, mpitrain.job.elastic.supervisor.texts\nassert 'collectives' not in sys.modules\n"
+    )
     from_file = (
         f"{alone}from collectives.files import OddFileError\nassert OddFileError is mpitrain.files.OddFileError\n"
     )

@@ -18,11 +18,11 @@ from s3_server import Fault, S3Server
 
 from ckpt import Url
 from ckpt.storage.file_info import FileInfo, version_of
-from mpitrain.config import DataConfig
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.documents import DamagedShardError
-from mpitrain.data.loading import say_what_stays
-from mpitrain.data.shards import list_shards
+from mpitrain.job.config import DataConfig
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.documents import DamagedShardError
+from mpitrain.job.data.loading import say_what_stays
+from mpitrain.job.data.shards import list_shards
 
 DATA = bytes(range(256)) * 40
 OWN = f"mpitrain-shards-{os.getuid()}"
@@ -173,7 +173,7 @@ def test_a_store_that_tells_versions_but_no_list(
             raise OSError("503")
         return info(self)
 
-    monkeypatch.setattr("mpitrain.data.cache._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("mpitrain.job.data.cache._FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(Url, "download", lambda *args, **known: whole(*args, **known) + " as it is downloaded")
     monkeypatch.setattr(Url, "infos", no_list)
     monkeypatch.setattr(Url, "info", busy)
@@ -277,7 +277,7 @@ def test_damaged_and_endless_compressed_shards(tmp_path: Path, ending: str) -> N
 
 def test_errors_of_a_server_are_tried_again(tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     shard, size = s3.put("again/3.tar", DATA), len(DATA)
-    monkeypatch.setattr("mpitrain.data.cache._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("mpitrain.job.data.cache._FIRST_PAUSE_S", 0.01)
     faults: list[Fault | None] = ["slow down", "cut", None]
     s3.meddle = lambda method, path: faults.pop(0) if method == "GET" else None
     assert read(ShardCache(tmp_path / "1"), shard, size) == DATA
@@ -305,7 +305,7 @@ def test_a_shard_that_arrives_damaged_is_fetched_again(tmp_path: Path, s3: S3Ser
 def test_processes_that_need_the_same_shard_fetch_it_once(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl.gz").write_bytes(gzip.compress(DATA))
     program = (
-        "import sys\nfrom mpitrain.data.cache import ShardCache\ncache = ShardCache(sys.argv[1])\n"
+        "import sys\nfrom mpitrain.job.data.cache import ShardCache\ncache = ShardCache(sys.argv[1])\n"
         "with cache.local(sys.argv[2], int(sys.argv[3])) as path:\n    print(cache.num_fetched, len(path.read_bytes()))"
     )
     shard = tmp_path / "good.jsonl.gz"

@@ -9,11 +9,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from mpitrain.data import shards
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.checksums import read_checksums
-from mpitrain.data.documents import DamagedShardError
-from mpitrain.data.shards import list_shards
+from mpitrain.job.data import shards
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.checksums import read_checksums
+from mpitrain.job.data.documents import DamagedShardError
+from mpitrain.job.data.shards import list_shards
 
 HASH = "0" * 64
 

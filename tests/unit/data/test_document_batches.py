@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.shard_names import shard_names
-from mpitrain.data.shards import ShardList, in_their_folder, list_shards
-from mpitrain.data.streaming.batches import DocumentBatches
-from mpitrain.data.streaming.feed import OFFSET
-from mpitrain.data.streaming.lanes import Recipe, open_lanes
-from mpitrain.data.streaming.sources import Source
-from mpitrain.data.tokenizers import Bytes
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.shard_names import shard_names
+from mpitrain.job.data.shards import ShardList, in_their_folder, list_shards
+from mpitrain.job.data.streaming.batches import DocumentBatches
+from mpitrain.job.data.streaming.feed import OFFSET
+from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
+from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.tokenizers import Bytes
 
 CONTEXT = 24
 

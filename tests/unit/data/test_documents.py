@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from collectives.texts import without_secrets
-from mpitrain.data.documents import DamagedSampleError, DamagedShardError, Reader, kind_of, open_shard
-from mpitrain.data.documents.kinds import is_compressed
-from mpitrain.data.documents.reading import MappedFile
-from mpitrain.data.documents.text import MOST_BYTES
-from mpitrain.data.open_shards import OpenShards
-from mpitrain.data.shards import ShardList
+from mpitrain.job.data.documents import DamagedSampleError, DamagedShardError, Reader, kind_of, open_shard
+from mpitrain.job.data.documents.kinds import is_compressed
+from mpitrain.job.data.documents.reading import MappedFile
+from mpitrain.job.data.documents.text import MOST_BYTES
+from mpitrain.job.data.open_shards import OpenShards
+from mpitrain.job.data.shards import ShardList
 
 SAMPLES = {f"{number:04}": b"text of %d\n" % number * number for number in range(20)}
 

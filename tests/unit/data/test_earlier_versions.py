@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.documents import has_kind_as_before, kind_of, open_shard
-from mpitrain.data.shards import ShardList, list_shards
-from mpitrain.data.streaming import earlier
-from mpitrain.data.streaming.batches import DocumentBatches
-from mpitrain.data.streaming.lanes import Recipe, open_lanes
-from mpitrain.data.streaming.sources import Source
-from mpitrain.data.tokenizers import Bytes
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.documents import has_kind_as_before, kind_of, open_shard
+from mpitrain.job.data.shards import ShardList, list_shards
+from mpitrain.job.data.streaming import earlier
+from mpitrain.job.data.streaming.batches import DocumentBatches
+from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
+from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.tokenizers import Bytes
 
 TEXTS = [f"document {number} " * (number % 5 + 2) for number in range(60)]
 LINES = [json.dumps({"text": text}).encode() for text in TEXTS]

@@ -9,8 +9,8 @@ from thread_ranks import ThreadRanks, on_ranks
 from tokenizer_files import byte_pairs
 
 from ckpt.ranks import Solo
-from mpitrain.data.engines import ENGINES, Encode, choose
-from mpitrain.data.tokenizers import JsonTokenizer
+from mpitrain.job.data.engines import ENGINES, Encode, choose
+from mpitrain.job.data.tokenizers import JsonTokenizer
 
 
 def reference(text: bytes) -> np.ndarray:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.data import folders, read_into, scan
-from mpitrain.data.corpus import Listing, Part
+from mpitrain.job.data import folders, read_into, scan
+from mpitrain.job.data.corpus import Listing, Part
 
 
 def text_of(listing: Listing) -> bytes:
@@ -103,7 +103,7 @@ def test_the_standard_library_has_each_file_once(monkeypatch: pytest.MonkeyPatch
     """The Python of Debian has links in it, other ones have not."""
     (tmp_path / "b.py").write_text("pass\n")
     (tmp_path / "a.py").symlink_to("b.py")
-    monkeypatch.setattr("mpitrain.data.corpus._STDLIB", str(tmp_path))
+    monkeypatch.setattr("mpitrain.job.data.corpus._STDLIB", str(tmp_path))
     (piece,) = scan((), heldout=0).train.pieces
     assert piece.name == "a.py"
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from thread_ranks import on_ranks
 
-from mpitrain.config import ConfigError, parse
-from mpitrain.data.corpus import share_of
-from mpitrain.data.loading import load_data
-from mpitrain.data.shards import ShardList, in_their_folder, list_shards, unpacked
-from mpitrain.data.streaming.sources import Source
-from mpitrain.train.batches.rank_batches import RankBatches
+from mpitrain.job.config import ConfigError, parse
+from mpitrain.job.data.corpus import share_of
+from mpitrain.job.data.loading import load_data
+from mpitrain.job.data.shards import ShardList, in_their_folder, list_shards, unpacked
+from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.train.batches.rank_batches import RankBatches
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.config import DataConfig
-from mpitrain.data import scan
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.documents import DamagedSampleError, DamagedShardError, checked_text, kind_of, open_shard
-from mpitrain.data.documents.kinds import is_compressed
-from mpitrain.data.loading import has_documents
-from mpitrain.data.tokenize.documents import cuts_of, find, pieces_of
+from mpitrain.job.config import DataConfig
+from mpitrain.job.data import scan
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.documents import DamagedSampleError, DamagedShardError, checked_text, kind_of, open_shard
+from mpitrain.job.data.documents.kinds import is_compressed
+from mpitrain.job.data.loading import has_documents
+from mpitrain.job.data.tokenize.documents import cuts_of, find, pieces_of
 
 MARK = b"\xef\xbb\xbf"
 LINES = [b'{"text": "a"}', b'{"id": 1, "text": "b \xc3\xa4"}']

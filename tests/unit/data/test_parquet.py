@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from some_tensors import forget_peak, peak_bytes
 
-from mpitrain.data.documents import DamagedSampleError, DamagedShardError, pages
-from mpitrain.data.documents.pages import Extent
-from mpitrain.data.documents.parquet import Limits, ParquetReader
-from mpitrain.data.documents.thrift import BINARY, I32, I64, ThriftError, Wanted, read_struct
+from mpitrain.job.data.documents import DamagedSampleError, DamagedShardError, pages
+from mpitrain.job.data.documents.pages import Extent
+from mpitrain.job.data.documents.parquet import Limits, ParquetReader
+from mpitrain.job.data.documents.thrift import BINARY, I32, I64, ThriftError, Wanted, read_struct
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch_samples import Numbers, Stream, number_and_text, pairs
 
-from mpitrain.data import TarSamples
-from mpitrain.data.documents import DamagedSampleError
-from mpitrain.data.samples.randomness import generators_kept, seed_generators
-from mpitrain.data.samples.rows import IterableRows, MapRows, Place, Rows, Share
-from mpitrain.data.samples.workers import check_start
+from mpitrain.job.data import TarSamples
+from mpitrain.job.data.documents import DamagedSampleError
+from mpitrain.job.data.samples.randomness import generators_kept, seed_generators
+from mpitrain.job.data.samples.rows import IterableRows, MapRows, Place, Rows, Share
+from mpitrain.job.data.samples.workers import check_start
 
 BEGIN = Place(0, 0)
 BATCH, STEPS = 7, 12  # several epochs of 23 samples, which 7 does not divide
@@ -81,7 +81,7 @@ def test_workers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, _ = taken(Numbers(23), 1)
     for worker in range(3):
         info = type("", (), {"id": worker, "num_workers": 3})
-        monkeypatch.setattr("mpitrain.data.samples.rows.get_worker_info", lambda info=info: info)
+        monkeypatch.setattr("mpitrain.job.data.samples.rows.get_worker_info", lambda info=info: info)
         rows = rows_of(Numbers(23), 1, 0)
         assert [made[1] for made, _ in zip(rows, range(4), strict=False)] == alone[worker::3]
     assert get_worker_info() is None

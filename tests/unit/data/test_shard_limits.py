@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mpitrain.data import TarSamples
-from mpitrain.data.documents import DamagedSampleError, DamagedShardError, lines, open_shard
-from mpitrain.data.documents.tar import TarReader, reading
+from mpitrain.job.data import TarSamples
+from mpitrain.job.data.documents import DamagedSampleError, DamagedShardError, lines, open_shard
+from mpitrain.job.data.documents.tar import TarReader, reading
 
 BLOCK = 512
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.data.shard_names import shard_marks, shard_names
-from mpitrain.data.shards import ShardList, expanded, in_their_folder, list_shards, unpacked
-from mpitrain.data.streaming.sources import Source
-from mpitrain.data.tokenize.documents import Origin
-from mpitrain.data.tokenize.output import Output
+from mpitrain.job.data.shard_names import shard_marks, shard_names
+from mpitrain.job.data.shards import ShardList, expanded, in_their_folder, list_shards, unpacked
+from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.tokenize.documents import Origin
+from mpitrain.job.data.tokenize.output import Output
 
 
 @pytest.mark.parametrize(

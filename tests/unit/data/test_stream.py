@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.remarks import Remark, say_remark
-from mpitrain.data.shards import ShardList, list_shards
-from mpitrain.data.streaming.chunks import ChunkSequence, Era
-from mpitrain.data.streaming.feed import DAMAGED, tell
-from mpitrain.data.streaming.lanes import Recipe, open_lanes
-from mpitrain.data.streaming.mixture import Mixture
-from mpitrain.data.streaming.packing import Packing
-from mpitrain.data.streaming.processes import Processes
-from mpitrain.data.streaming.sources import Source
-from mpitrain.data.streaming.stream import Stream
-from mpitrain.data.tokenizers import Bytes
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.remarks import Remark, say_remark
+from mpitrain.job.data.shards import ShardList, list_shards
+from mpitrain.job.data.streaming.chunks import ChunkSequence, Era
+from mpitrain.job.data.streaming.feed import DAMAGED, tell
+from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
+from mpitrain.job.data.streaming.mixture import Mixture
+from mpitrain.job.data.streaming.packing import Packing
+from mpitrain.job.data.streaming.processes import Processes
+from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.stream import Stream
+from mpitrain.job.data.tokenizers import Bytes
 
 SEED, BATCH, CONTEXT = 3, 12, 32
 

@@ -14,9 +14,9 @@ import fsspec
 import numpy as np
 import pytest
 
-from mpitrain.data import TarSamples
-from mpitrain.data.documents import DamagedSampleError, DamagedShardError, open_shard
-from mpitrain.data.documents.tar import TarReader
+from mpitrain.job.data import TarSamples
+from mpitrain.job.data.documents import DamagedSampleError, DamagedShardError, open_shard
+from mpitrain.job.data.documents.tar import TarReader
 
 BLOCK = 512
 

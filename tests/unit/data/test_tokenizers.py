@@ -7,8 +7,8 @@ import pytest
 from tokenizer_files import byte_pairs
 from tokenizers import Tokenizer
 
-from mpitrain.config import ConfigError, DataConfig
-from mpitrain.data.tokenizers import Bytes, JsonTokenizer, load_tokenizer
+from mpitrain.job.config import ConfigError, DataConfig
+from mpitrain.job.data.tokenizers import Bytes, JsonTokenizer, load_tokenizer
 
 TEXTS = ["all work and no play makes jack a dull boy", "Stra\u00dfe \u4e16\u754c \U0001f600"] * 3
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import ckpt
-from mpitrain.data import Batches
-from mpitrain.data.tokens import MegatronWriter, Tokens, open_tokens, smallest_dtype
+from mpitrain.job.data import Batches
+from mpitrain.job.data.tokens import MegatronWriter, Tokens, open_tokens, smallest_dtype
 
 
 def megatron(path: Path, documents: list[np.ndarray], code: int, dtype: str) -> Path:

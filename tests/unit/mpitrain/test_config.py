@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ckpt.format.manifest import encode_meta
 from mpitrain import files
-from mpitrain.config import (
+from mpitrain.job.config import (
     Config,
     ConfigError,
     DataConfig,
@@ -386,7 +386,7 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 def test_importing_the_settings_loads_neither_torch_nor_mpi() -> None:
-    code = "import sys, mpitrain.config; print([m for m in ('torch', 'mpi4py') if m in sys.modules])"
+    code = "import sys, mpitrain.job.config; print([m for m in ('torch', 'mpi4py') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

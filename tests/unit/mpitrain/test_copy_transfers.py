@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from collectives.diagnosis.ring.links import Link
-from mpitrain.elastic.copies.transfers import ChangedError, Head, Transfers
+from mpitrain.job.elastic.copies.transfers import ChangedError, Head, Transfers
 
 SECRET = os.urandom(32)
 HEADER, DATA = b'{"step": 7}', np.arange(1 << 19, dtype=np.uint8)  # more than the pieces in which it goes

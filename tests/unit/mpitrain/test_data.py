@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.data import Batches, HeldoutBatches, Part, read_into, scan
-from mpitrain.data.order import keys_of, permute, sample_starts
+from mpitrain.job.data import Batches, HeldoutBatches, Part, read_into, scan
+from mpitrain.job.data.order import keys_of, permute, sample_starts
 
 
 def read(part: Part) -> bytes:
@@ -183,7 +183,7 @@ def test_permute_is_a_bijection(num: int, keys: np.ndarray) -> None:
 def test_permute_of_many_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     indices = np.arange(1000).reshape(10, 100)
     whole = permute(indices, 1000, keys_of(0, "a"))
-    monkeypatch.setattr("mpitrain.data.order._AT_A_TIME", 64)
+    monkeypatch.setattr("mpitrain.job.data.order._AT_A_TIME", 64)
     assert np.array_equal(permute(indices, 1000, keys_of(0, "a")), whole)
 
 

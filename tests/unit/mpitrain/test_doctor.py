@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from collectives.processes import age_s
-from mpitrain.elastic.copies.orphans import orphans, remove_orphans
+from mpitrain.job.elastic.copies.orphans import orphans, remove_orphans
 from mpitrain.tools.doctor import beforehand, host, network, ranks
 from mpitrain.tools.doctor.checks import CHECKS, Check
 from mpitrain.tools.doctor.command import main

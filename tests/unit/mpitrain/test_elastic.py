@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thread_ranks import on_ranks
 
-from mpitrain.config import parse
-from mpitrain.data.loading import Corpus
-from mpitrain.elastic import next_layout
-from mpitrain.elastic.lease import Lease, raise_lease, read_lease
-from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.batches.rank_batches import RankBatches
+from mpitrain.job.config import parse
+from mpitrain.job.data.loading import Corpus
+from mpitrain.job.elastic import next_layout
+from mpitrain.job.elastic.lease import Lease, raise_lease, read_lease
+from mpitrain.job.train.batches.micro_batch import MicroBatch
+from mpitrain.job.train.batches.rank_batches import RankBatches
 
 MODEL = ("tp", "cp", "pp")
 SIZES = st.sampled_from([1, 1, 2, 3, 4, 6])

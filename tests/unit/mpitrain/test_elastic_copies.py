@@ -15,7 +15,7 @@ import pytest
 import ckpt
 from ckpt.tensors import inspect
 from mpitrain.chaos.disk import small_disk
-from mpitrain.elastic.copies.files import (
+from mpitrain.job.elastic.copies.files import (
     CopyFile,
     Header,
     complete_copies,
@@ -26,10 +26,10 @@ from mpitrain.elastic.copies.files import (
     prefix,
     remove_copies,
 )
-from mpitrain.elastic.copies.folders import own_folder, own_folders
-from mpitrain.elastic.copies.holding import file_of, hold, is_unheld, remove_all, unheld
-from mpitrain.elastic.copies.orphans import orphans, remove_orphans
-from mpitrain.elastic.copies.partners import Partners, partner_of
+from mpitrain.job.elastic.copies.folders import own_folder, own_folders
+from mpitrain.job.elastic.copies.holding import file_of, hold, is_unheld, remove_all, unheld
+from mpitrain.job.elastic.copies.orphans import orphans, remove_orphans
+from mpitrain.job.elastic.copies.partners import Partners, partner_of
 
 RUN = "abc123"
 
@@ -301,8 +301,8 @@ def test_a_copy_is_locked_until_it_is_closed(room: Path) -> None:
 
 HOLDER = """
 import sys, time
-from mpitrain.elastic.copies.folders import own_folder, own_folders
-from mpitrain.elastic.copies.holding import hold
+from mpitrain.job.elastic.copies.folders import own_folder, own_folders
+from mpitrain.job.elastic.copies.holding import hold
 hold(sys.argv[1])
 print("holds", flush=True)
 sys.stdin.read()

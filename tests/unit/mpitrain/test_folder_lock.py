@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.monitor.record import folder_lock
-from mpitrain.monitor.record.folder_lock import FolderLock, LockedError, holder_of
+from mpitrain.job.record.files import folder_lock
+from mpitrain.job.record.files.folder_lock import FolderLock, LockedError, holder_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
 TAKE = """
 import sys, time
 from pathlib import Path
-from mpitrain.monitor.record.folder_lock import FolderLock, LockedError
+from mpitrain.job.record.files.folder_lock import FolderLock, LockedError
 folder = Path(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from mpitrain.train import hardware
-from mpitrain.train.hardware import cores_of_task, matmul_flops_per_s, of_job, share_out
+from mpitrain.job.train import hardware
+from mpitrain.job.train.hardware import cores_of_task, matmul_flops_per_s, of_job, share_out
 
 
 @pytest.mark.parametrize(

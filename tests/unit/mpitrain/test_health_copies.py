@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.health.checksums import BLOCK, Checksum, block_sums, checksums, flipped_bit
-from mpitrain.health.pieces import Rows, common_rows, index_in_whole
-from mpitrain.health.verdict import Verdict, judge, together
+from mpitrain.job.health.checksums import BLOCK, Checksum, block_sums, checksums, flipped_bit
+from mpitrain.job.health.pieces import Rows, common_rows, index_in_whole
+from mpitrain.job.health.verdict import Verdict, judge, together
 
 DTYPES = [
     torch.float32,

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.config import TrainConfig
-from mpitrain.health.spikes import FEWEST, MOST_IN_A_ROW, Window
+from mpitrain.job.config import TrainConfig
+from mpitrain.job.health.spikes import FEWEST, MOST_IN_A_ROW, Window
 
 THRESHOLD = TrainConfig().spike_threshold
 

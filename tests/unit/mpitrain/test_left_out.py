@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import Communicator
-from mpitrain.config import parse, to_toml
-from mpitrain.data import Batches
-from mpitrain.data.left_out import merged, moved_past
-from mpitrain.data.positions import Positions
-from mpitrain.health.health import Bad, Health
-from mpitrain.health.reports import Reports
-from mpitrain.health.rewind import InitialState
-from mpitrain.train.checkpoints.meta import checked
+from mpitrain.job.config import parse, to_toml
+from mpitrain.job.data import Batches
+from mpitrain.job.data.left_out import merged, moved_past
+from mpitrain.job.data.positions import Positions
+from mpitrain.job.health.health import Bad, Health
+from mpitrain.job.health.reports import Reports
+from mpitrain.job.health.rewind import InitialState
+from mpitrain.job.train.checkpoints.meta import checked
 
 BATCH = 4
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 8)).map(lambda i: (i[0], i[0] + i[1])), max_size=4)

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpitrain.job.train.batches.losses import SourceLosses
+from mpitrain.job.train.batches.micro_batch import MicroBatch
 from mpitrain.models.loss import IGNORED, make_loss
 from mpitrain.sharding.slices import Slices
-from mpitrain.train.batches.losses import SourceLosses
-from mpitrain.train.batches.micro_batch import MicroBatch
 
 COUNT, ROWS, LENGTH, VOCAB = 8, 2, 5, 7
 

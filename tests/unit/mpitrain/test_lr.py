@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mpitrain.config import Config, OptimConfig, TrainConfig
-from mpitrain.train.steps.lr import highest_rate, learning_rate, warmup_steps
+from mpitrain.job.config import Config, OptimConfig, TrainConfig
+from mpitrain.job.train.steps.lr import highest_rate, learning_rate, warmup_steps
 
 
 def rates(steps: int, num: int | None = None, **optim: Any) -> list[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpitrain.config import parse
+from mpitrain.job.config import parse
 from mpitrain.tensor.node_arrays import Sizes
 from mpitrain.tools.plan.memory.prediction import KINDS, Prediction, predict
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from mpitrain.job.train.batches.micro_batch import Copies, MicroBatch
 from mpitrain.models import Segments
-from mpitrain.train.batches.micro_batch import Copies, MicroBatch
 
 SLEEP = 200_000_000  # cycles of a GPU: a tenth of a second
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from mpitrain.config import OptimConfig
+from mpitrain.job.config import OptimConfig
+from mpitrain.job.train.model import make_optimizer
 from mpitrain.models import (
     SIZES,
     GPTConfig,
@@ -26,7 +27,6 @@ from mpitrain.models import (
     resolve,
     sample_tokens,
 )
-from mpitrain.train.model import make_optimizer
 from mpitrain.weights.initial_values import initialize
 
 SMALL: dict[str, Any] = {"vocab": 11, "context": 8, "width": 24, "layers": 2}

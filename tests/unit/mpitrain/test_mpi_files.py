@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from mpitrain.elastic.supervisor import scripts
-from mpitrain.elastic.supervisor.agents import Answer, clean, parse_agent, probe
-from mpitrain.elastic.supervisor.mpi_files import segments
-from mpitrain.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES, Found, Session, Sessions, make
-from mpitrain.elastic.supervisor.words import parse
-from mpitrain.monitor.record.marks import SUPERVISOR_VARIABLE
+from mpitrain.job.elastic.supervisor import scripts
+from mpitrain.job.elastic.supervisor.agents import Answer, clean, parse_agent, probe
+from mpitrain.job.elastic.supervisor.mpi_files import segments
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES, Found, Session, Sessions, make
+from mpitrain.job.elastic.supervisor.words import parse
+from mpitrain.job.record.files.marks import SUPERVISOR_VARIABLE
 
 PRTE, ORTE = VARIABLES
 OPEN_MPI = parse(["mpirun", "-np", "2", "a"], "openmpi")
@@ -324,7 +324,7 @@ def test_only_shared_memory_that_the_job_has_made_and_nobody_uses_is_removed() -
 
 CHILD = """
 import mmap, os, pathlib, sys, time
-from mpitrain.monitor.record.marks import Marks, starting
+from mpitrain.job.record.files.marks import Marks, starting
 starting()
 base = os.environ["PRTE_MCA_prte_tmpdir_base"]
 assert base == os.environ["OMPI_MCA_orte_tmpdir_base"]

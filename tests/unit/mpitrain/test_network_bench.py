@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from collectives.codec.formats import FORMATS
-from mpitrain.config import check_ranks, parse
-from mpitrain.config.parallel import Wire
+from mpitrain.job.config import check_ranks, parse
+from mpitrain.job.config.parallel import Wire
 from mpitrain.tools.bench.network import losses, wire
 from mpitrain.tools.bench.network.results import (
     LossesLaunch,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.config import from_toml
-from mpitrain.monitor.machine.machine import from_text, load, names
+from mpitrain.job.config import from_toml
+from mpitrain.job.record.machine.machine import from_text, load, names
 from mpitrain.tools.plan import command
 
 SMALL = ["--model", "llama3-8b", "--ranks", "16", "--machine", "h100", "--batch", "64"]

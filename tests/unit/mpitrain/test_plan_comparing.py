@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mpitrain.monitor.machine.machine import load
+from mpitrain.job.record.machine.machine import load
 from mpitrain.tools.plan.comparing.cases import layouts, name_of
 from mpitrain.tools.plan.comparing.report import tables
 from mpitrain.tools.plan.comparing.results import ComparisonLaunch, Row, excess_of_best, in_order, median_error, merged

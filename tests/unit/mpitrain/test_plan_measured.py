@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from mpitrain.monitor.machine.constants import Kernels, Links, Overheads
-from mpitrain.monitor.machine.machine import from_text, load
+from mpitrain.job.record.machine.constants import Kernels, Links, Overheads
+from mpitrain.job.record.machine.machine import from_text, load
 from mpitrain.tools.plan import price as prices
 from mpitrain.tools.plan.kernels import Part, kernels_of
 from mpitrain.tools.plan.layout import MPITRAIN, Layout

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mpitrain.monitor.machine.constants import Kernels, Links
-from mpitrain.monitor.machine.memory import node_bytes
+from mpitrain.job.record.machine.constants import Kernels, Links
+from mpitrain.job.record.machine.memory import node_bytes
 from mpitrain.tools.plan.measuring import kernels, links
 from mpitrain.tools.plan.measuring.constants import Constant, to_toml
 from mpitrain.tools.plan.measuring.links import Found

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from mpitrain.monitor.machine.machine import load
+from mpitrain.job.record.machine.machine import load
 from mpitrain.tools.plan.footprint import footprint
 from mpitrain.tools.plan.layout import MEGATRON_2021
 from mpitrain.tools.plan.price import price

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mpitrain.config import check_ranks, from_toml, parse
+from mpitrain.job.config import check_ranks, from_toml, parse
+from mpitrain.job.record.machine.machine import load
 from mpitrain.models.sizes import SIZES, flops_per_token, num_parameters, resolve
-from mpitrain.monitor.machine.machine import load
 from mpitrain.tools.plan.footprint import activations, footprint
 from mpitrain.tools.plan.layout import (
     LLAMA_2024,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from mpitrain.job.train.checkpoints import random_states
 from mpitrain.plans.draws import seed_all
-from mpitrain.train.checkpoints import random_states
 
 CPU = torch.device("cpu")
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import ckpt
-from mpitrain.config import Config, ConfigError, differences, from_toml
-from mpitrain.config.settings import CheckpointConfig
-from mpitrain.elastic.lease import Lease, as_text, first_number, raise_lease
-from mpitrain.monitor.parsing.events import read_events
-from mpitrain.monitor.record.marks import DONE, Marks
-from mpitrain.train.run import Run
+from mpitrain.job.config import Config, ConfigError, differences, from_toml
+from mpitrain.job.config.settings import CheckpointConfig
+from mpitrain.job.elastic.lease import Lease, as_text, first_number, raise_lease
+from mpitrain.job.record.files.marks import DONE, Marks
+from mpitrain.job.record.parsing.events import read_events
+from mpitrain.job.train.run import Run
 
 
 def config(folder: Path, resume: str = "auto") -> Config:

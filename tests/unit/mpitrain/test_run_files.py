@@ -16,13 +16,13 @@ import pytest
 from collectives.diagnosis.checked import DifferentCallsError
 from mpitrain import files
 from mpitrain.cli import _line
-from mpitrain.elastic.lease import Lease, raise_lease, read_lease
-from mpitrain.elastic.supervisor.folder import RunFolder
-from mpitrain.monitor.record import marks
-from mpitrain.monitor.record.events import write_event
-from mpitrain.monitor.record.folder_lock import FolderLock, Holder
-from mpitrain.monitor.record.lines import LinesFile, is_evaluated
-from mpitrain.monitor.trace import request
+from mpitrain.job.elastic.lease import Lease, raise_lease, read_lease
+from mpitrain.job.elastic.supervisor.folder import RunFolder
+from mpitrain.job.record.files import marks
+from mpitrain.job.record.files.events import write_event
+from mpitrain.job.record.files.folder_lock import FolderLock, Holder
+from mpitrain.job.record.files.lines import LinesFile, is_evaluated
+from mpitrain.job.record.trace import request
 from mpitrain.view.watch.watched import Watched
 
 ROOT = Path(__file__).parents[3]

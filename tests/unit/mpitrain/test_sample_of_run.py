@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from mpitrain.config import Config
-from mpitrain.config.settings import TrainConfig
-from mpitrain.train.trainer import Trainer
+from mpitrain.job.config import Config
+from mpitrain.job.config.settings import TrainConfig
+from mpitrain.job.train.trainer import Trainer
 
 
 @pytest.mark.parametrize(

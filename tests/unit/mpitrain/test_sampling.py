@@ -16,10 +16,10 @@ from some_tensors import forget_peak, peak_bytes
 
 import ckpt
 from mpitrain.cli import main
-from mpitrain.config import Config, parse, to_toml
+from mpitrain.job.config import Config, parse, to_toml
+from mpitrain.job.train import sampling, stop
+from mpitrain.job.train.sampling import sample, written
 from mpitrain.models import build
-from mpitrain.train import sampling, stop
-from mpitrain.train.sampling import sample, written
 from mpitrain.weights import state
 
 MAX_GROWN_BYTES, MAX_SECONDS = 300 << 20, 10

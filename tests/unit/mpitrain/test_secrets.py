@@ -27,11 +27,22 @@ import ckpt
 from collectives.secret_forms import NAMED
 from collectives.secret_tokens import TOKENS, Form
 from collectives.texts import may_have_secrets, shown, without_secrets
-from mpitrain.config import Config, ConfigError, LogConfig, from_toml, hidden, of_run, parse, public, secrets, to_toml
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.open_shards import OpenShards
-from mpitrain.data.shards import list_shards
-from mpitrain.elastic.supervisor.words import on_event_of
+from mpitrain.job.config import (
+    Config,
+    ConfigError,
+    LogConfig,
+    from_toml,
+    hidden,
+    of_run,
+    parse,
+    public,
+    secrets,
+    to_toml,
+)
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.open_shards import OpenShards
+from mpitrain.job.data.shards import list_shards
+from mpitrain.job.elastic.supervisor.words import on_event_of
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 

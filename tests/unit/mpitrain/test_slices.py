@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpitrain.config import ConfigError, check_ranks, parse
+from mpitrain.job.config import ConfigError, check_ranks, parse
 from mpitrain.sharding.slices import Round, Slices
 from mpitrain.sharding.slices.tree import TreeSum, add_subtree, subtrees, tree_sum
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.train import stop
+from mpitrain.job.train import stop
 
 ROOT = Path(__file__).parents[3]
 
@@ -126,7 +126,7 @@ def test_who_listened_to_signals_before_hears_them_in_a_run_under_open_mpi(monke
 def test_a_rank_that_open_mpi_ends_promises_no_checkpoint() -> None:
     code = (
         "import os, signal, time\n"
-        "from mpitrain.train import stop\n"
+        "from mpitrain.job.train import stop\n"
         "with stop.interrupts_are_requests(rank=0):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.monitor.record.folder_lock import FolderLock
-from mpitrain.monitor.record.marks import Marks
-from mpitrain.train import stop_request
-from mpitrain.train.stop_request import NAME, StopRequests, main
+from mpitrain.job.record.files.folder_lock import FolderLock
+from mpitrain.job.record.files.marks import Marks
+from mpitrain.job.train import stop_request
+from mpitrain.job.train.stop_request import NAME, StopRequests, main
 
 
 @pytest.fixture(autouse=True)

@@ -11,18 +11,18 @@ import pytest
 from launching import is_open_mpi, job_environment
 
 from collectives import launcher
-from mpitrain.elastic.supervisor import hosts, words
-from mpitrain.elastic.supervisor.agents import Answer, choose_agent, parse_agent, probe, sweep
-from mpitrain.elastic.supervisor.command import main
-from mpitrain.elastic.supervisor.decisions import Outcome, Policy, Progress, decide
-from mpitrain.elastic.supervisor.folder import RunFolder
-from mpitrain.elastic.supervisor.hosts import Host
-from mpitrain.elastic.supervisor.limits import Limits, Watch
-from mpitrain.elastic.supervisor.supervisor import say
-from mpitrain.monitor.parsing.events import read_events
-from mpitrain.monitor.record import marks
-from mpitrain.monitor.record.alerts import Alerts
-from mpitrain.monitor.record.marks import Alive, Done, Marks
+from mpitrain.job.elastic.supervisor import hosts, words
+from mpitrain.job.elastic.supervisor.agents import Answer, choose_agent, parse_agent, probe, sweep
+from mpitrain.job.elastic.supervisor.command import main
+from mpitrain.job.elastic.supervisor.decisions import Outcome, Policy, Progress, decide
+from mpitrain.job.elastic.supervisor.folder import RunFolder
+from mpitrain.job.elastic.supervisor.hosts import Host
+from mpitrain.job.elastic.supervisor.limits import Limits, Watch
+from mpitrain.job.elastic.supervisor.supervisor import say
+from mpitrain.job.record.files import marks
+from mpitrain.job.record.files.alerts import Alerts
+from mpitrain.job.record.files.marks import Alive, Done, Marks
+from mpitrain.job.record.parsing.events import read_events
 
 ROOT = Path(__file__).parents[3]
 TRAIN = ("python", "-m", "mpitrain", "--run", "a/b", "-x", "1")
@@ -385,7 +385,7 @@ def test_the_lock_of_an_ended_launch_is_broken_and_no_other(tmp_path: Path) -> N
 
 
 def test_the_lock_of_a_process_that_has_ended_on_this_host_is_removed(tmp_path: Path) -> None:
-    held = "import os, sys; from pathlib import Path; from mpitrain.monitor.record.folder_lock import FolderLock; "
+    held = "import os, sys; from pathlib import Path; from mpitrain.job.record.files.folder_lock import FolderLock; "
     held += "FolderLock(Path(sys.argv[1])); print(os.getpid(), flush=True); sys.stdin.read(); os._exit(1)"
     folder, lock = RunFolder(tmp_path), tmp_path / ".lock"
     command = [sys.executable, "-c", held, str(tmp_path)]
@@ -505,12 +505,12 @@ def test_the_supervisor_imports_the_standard_library_alone() -> None:
     """-S: without the folder of packages. Some modules of collectives need no package, and are loaded without their own."""
     modules = ("addresses", "cgroup", "files", "secret_forms", "secret_tokens", "texts")
     names = "sorted(name for name in sys.modules if name.partition('.')[0] in ('collectives', 'numpy'))"
-    code = f"import sys, mpitrain.elastic.supervisor.command; print(*{names})"
+    code = f"import sys, mpitrain.job.elastic.supervisor.command; print(*{names})"
     command = [sys.executable, "-S", "-c", code]
     result = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30
     )
     assert (result.stdout, result.stderr) == (f"collectives.{' collectives.'.join(modules)}\n", "")
     names = f"(getattr(collectives, name).__name__ for name in {modules})"
-    code = f"import mpitrain.elastic.supervisor.command, collectives; print(*{names})"
+    code = f"import mpitrain.job.elastic.supervisor.command, collectives; print(*{names})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == result.stdout

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from mpitrain.elastic.copies import folders
-from mpitrain.elastic.copies.files import CopyFile, files_of, path_of
-from mpitrain.elastic.copies.folders import own_folder
-from mpitrain.elastic.copies.holding import hold, release
-from mpitrain.elastic.copies.remote import script
-from mpitrain.elastic.lease import raise_lease
-from mpitrain.elastic.supervisor.agents import count, parse_agent
-from mpitrain.elastic.supervisor.mpi_files.sessions import VARIABLES
+from mpitrain.job.elastic.copies import folders
+from mpitrain.job.elastic.copies.files import CopyFile, files_of, path_of
+from mpitrain.job.elastic.copies.folders import own_folder
+from mpitrain.job.elastic.copies.holding import hold, release
+from mpitrain.job.elastic.copies.remote import script
+from mpitrain.job.elastic.lease import raise_lease
+from mpitrain.job.elastic.supervisor.agents import count, parse_agent
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import VARIABLES
 
 
 def removed(run: str) -> int:
@@ -73,7 +73,7 @@ def test_a_run_that_ends_with_a_checkpoint_leaves_none(
     run.mkdir()
     lease = raise_lease(run)
     CopyFile(path_of(lease.run, 1, 0, 0), 16, 16).close()
-    job = "from pathlib import Path; from mpitrain.monitor.record.marks import Marks; "
+    job = "from pathlib import Path; from mpitrain.job.record.files.marks import Marks; "
     job += f"Marks(Path({str(run)!r})).done({reason!r}, 3)"
     command = ["elastic", "--run", str(run), "--agent", "false", "--", sys.executable, "-c", job]
     result = subprocess.run([sys.executable, "-m", "mpitrain", *command], capture_output=True, text=True, timeout=60)
@@ -90,7 +90,7 @@ def test_other_hosts_are_not_asked_to_remove_anything_while_slurm_ends_the_job(
     run, asked = tmp_path / "run", tmp_path / "asked"
     run.mkdir()
     raise_lease(run)
-    job = "from pathlib import Path; from mpitrain.monitor.record.marks import Marks; Marks(Path('run')).done('stopped', 3)"
+    job = "from pathlib import Path; from mpitrain.job.record.files.marks import Marks; Marks(Path('run')).done('stopped', 3)"
     programs = {
         "squeue": f"echo {state}",
         "mpirun": f'[ "$1" != --version ] || exec echo Open MPI\nexec {sys.executable} -c "{job}"',

@@ -9,15 +9,15 @@ from typing import cast
 
 import pytest
 
-from mpitrain.elastic.supervisor import batch, command, decisions, supervisor
-from mpitrain.elastic.supervisor.agents import parse_agent
-from mpitrain.elastic.supervisor.decisions import Outcome, Policy, Progress
-from mpitrain.elastic.supervisor.folder import RunFolder
-from mpitrain.elastic.supervisor.hosts import Host
-from mpitrain.elastic.supervisor.requests import Requests
-from mpitrain.elastic.supervisor.srun import in_job, parse_srun
-from mpitrain.elastic.supervisor.words import Command
-from mpitrain.monitor.record.marks import Done
+from mpitrain.job.elastic.supervisor import batch, command, decisions, supervisor
+from mpitrain.job.elastic.supervisor.agents import parse_agent
+from mpitrain.job.elastic.supervisor.decisions import Outcome, Policy, Progress
+from mpitrain.job.elastic.supervisor.folder import RunFolder
+from mpitrain.job.elastic.supervisor.hosts import Host
+from mpitrain.job.elastic.supervisor.requests import Requests
+from mpitrain.job.elastic.supervisor.srun import in_job, parse_srun
+from mpitrain.job.elastic.supervisor.words import Command
+from mpitrain.job.record.files.marks import Done
 
 TRAIN = ("python", "-m", "mpitrain", "--run", "a/b", "-n", "7")
 ALL = (Host("n1", 4), Host("n2", 4), Host("n3", 2))

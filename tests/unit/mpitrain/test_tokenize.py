@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.config import DataConfig, SourceConfig
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.documents import checked_text
-from mpitrain.data.tokenize.command import train_tokenizer
-from mpitrain.data.tokenize.documents import cuts_of, find, pieces_of
-from mpitrain.data.tokenize.training import train
-from mpitrain.data.tokenizers import JsonTokenizer
+from mpitrain.job.config import DataConfig, SourceConfig
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.documents import checked_text
+from mpitrain.job.data.tokenize.command import train_tokenizer
+from mpitrain.job.data.tokenize.documents import cuts_of, find, pieces_of
+from mpitrain.job.data.tokenize.training import train
+from mpitrain.job.data.tokenizers import JsonTokenizer
 
 TEXTS = [f"document {number}: all work and no play, " * (number % 5 + 1) for number in range(60)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mpitrain.chaos import checkout
 from mpitrain.chaos.job import Job, OwnHarm
-from mpitrain.elastic.copies.holding import remove_all
-from mpitrain.elastic.lease import read_lease
+from mpitrain.job.elastic.copies.holding import remove_all
+from mpitrain.job.elastic.lease import read_lease
 from mpitrain.view.diff import checkpoints, metrics, printing
 from mpitrain.view.reading.run import read_run
 

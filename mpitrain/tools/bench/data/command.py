@@ -15,8 +15,8 @@ from collectives.bench.kit.turns import drawn_order
 from collectives.shared.arguments import names_of
 from collectives.shared.tables import markdown_table
 from collectives.shared.terminal import positive
-from mpitrain.config import DataConfig
-from mpitrain.data.tokenizers import load_tokenizer
+from mpitrain.job.config import DataConfig
+from mpitrain.job.data.tokenizers import load_tokenizer
 from mpitrain.tools.bench.data import samples, waiting
 from mpitrain.tools.bench.data.readers import READERS
 

@@ -6,13 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.documents import checked_text
-from mpitrain.data.open_shards import OpenShards
-from mpitrain.data.shards import list_shards
-from mpitrain.data.streaming.lanes import Recipe
-from mpitrain.data.streaming.sources import Source
-from mpitrain.data.tokenizers import Bytes
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.documents import checked_text
+from mpitrain.job.data.open_shards import OpenShards
+from mpitrain.job.data.shards import list_shards
+from mpitrain.job.data.streaming.lanes import Recipe
+from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.tokenizers import Bytes
 from mpitrain.tools.bench.data import samples
 
 _SEED = 1

@@ -10,13 +10,13 @@ from statistics import mean
 import numpy as np
 import torch
 
-from mpitrain.data.cache import ShardCache
-from mpitrain.data.shards import list_shards
-from mpitrain.data.streaming.batches import DocumentBatches
-from mpitrain.data.streaming.lanes import Recipe, open_lanes
-from mpitrain.data.streaming.processes import Processes
-from mpitrain.data.streaming.sources import Source
-from mpitrain.data.tokenizers import Tokenizer
+from mpitrain.job.data.cache import ShardCache
+from mpitrain.job.data.shards import list_shards
+from mpitrain.job.data.streaming.batches import DocumentBatches
+from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
+from mpitrain.job.data.streaming.processes import Processes
+from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.tokenizers import Tokenizer
 
 CONTEXT, ROWS = 1024, 8
 STEP_S = 0.1

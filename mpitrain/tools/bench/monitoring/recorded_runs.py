@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from mpitrain.monitor.record.ranks import SUMMARY_FROM
-from mpitrain.monitor.stragglers import CAUSES
+from mpitrain.job.record.files.ranks import SUMMARY_FROM
+from mpitrain.job.record.stragglers import CAUSES
 
 BEGAN = 1_764_120_000.0  # unix seconds
 STEP_S = 0.2

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from collectives.bench.kit.turns import drawn_order
-from mpitrain.monitor.record.lines import LinesFile
-from mpitrain.monitor.sinks import About, make_sinks
-from mpitrain.monitor.sinks.sink import tag
+from mpitrain.job.record.files.lines import LinesFile
+from mpitrain.job.record.sinks import About, make_sinks
+from mpitrain.job.record.sinks.sink import tag
 
 _OTHER_BYTES = 32 << 20
 """Memory that is written before each step, so that caches hold nothing of the sink, as after a step of training."""

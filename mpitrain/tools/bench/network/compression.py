@@ -19,14 +19,14 @@ from collectives.bench.kit.torch_group import torch_group
 from collectives.bench.kit.turns import CannotTakePart, Seconds, make_each, slowest, spread, take_turns, timed
 from collectives.shared.tables import markdown_table
 from collectives.shared.terminal import positive
-from mpitrain.config import ParallelConfig
+from mpitrain.job.config import ParallelConfig
+from mpitrain.job.train.hardware import take_hardware
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import fully_shard
 from mpitrain.sharding.compression import compress_gradients, power_sgd, top_k
 from mpitrain.sharding.compression.power_sgd import PowerSGD
 from mpitrain.sharding.compression.top_k import TopK
 from mpitrain.tools.bench.options import Parser
-from mpitrain.train.hardware import take_hardware
 
 WARM_UP = 3
 _BEFORE_HOOK = 2  # torch's smallest number of exact steps with error feedback

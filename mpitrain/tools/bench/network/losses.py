@@ -20,7 +20,7 @@ import collectives
 from collectives import Communicator
 from collectives.shared.arguments import names_of
 from collectives.shared.terminal import console, positive
-from mpitrain.config import Config, ConfigError, parse
+from mpitrain.job.config import Config, ConfigError, parse
 from mpitrain.placement.rank0 import on_rank0
 from mpitrain.tools.bench.network.cards import sent_bytes
 from mpitrain.tools.bench.network.results import LossesLaunch, LossRun, loss_tables, settings_of
@@ -173,7 +173,7 @@ def _with_earlier(launch: LossesLaunch, file: str) -> LossesLaunch:
 
 def _run(config: Config, comm: Communicator, case: str) -> LossRun:
     """Train one run, and remove its folder. RuntimeError on all ranks if it was asked to stop."""
-    from mpitrain.train.trainer import Trainer
+    from mpitrain.job.train.trainer import Trainer
 
     began, sent = time.perf_counter(), sent_bytes(comm)
     said = io.StringIO()

@@ -100,9 +100,9 @@ def _check_beside(beside: WireLaunch, comm: Communicator, options: argparse.Name
 
 
 def _measured(options: argparse.Namespace, comm: Communicator) -> WireLaunch:
-    from mpitrain.config import ParallelConfig
+    from mpitrain.job.config import ParallelConfig
+    from mpitrain.job.train.hardware import take_hardware
     from mpitrain.tools.bench.model import TrainingSetup
-    from mpitrain.train.hardware import take_hardware
 
     hardware = take_hardware(comm, ParallelConfig(threads=options.threads, bind=False, device="cpu"))
     import torch

@@ -24,9 +24,9 @@ def main(words: Sequence[str], comm: Communicator) -> None:
         options = _parse(words)
     import torch  # takes seconds, so it follows the check of the arguments
 
-    from mpitrain.config import ParallelConfig
+    from mpitrain.job.config import ParallelConfig
+    from mpitrain.job.train.hardware import take_hardware
     from mpitrain.optim.newton_schulz import fast_dtype
-    from mpitrain.train.hardware import take_hardware
 
     taken = take_hardware(comm, ParallelConfig(threads=options.threads, bind=False))
     dtype = fast_dtype(taken.device.type) if options.ns_dtype == "auto" else getattr(torch, options.ns_dtype)

@@ -16,8 +16,8 @@ import numpy as np
 
 import ckpt
 import collectives
-from mpitrain.elastic.copies.files import remove_copies
-from mpitrain.elastic.copies.taking import Copies
+from mpitrain.job.elastic.copies.files import remove_copies
+from mpitrain.job.elastic.copies.taking import Copies
 
 
 def main() -> None:

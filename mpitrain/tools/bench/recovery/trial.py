@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.chaos.job import Job
-from mpitrain.elastic.copies.holding import remove_all
-from mpitrain.elastic.lease import read_lease
+from mpitrain.job.elastic.copies.holding import remove_all
+from mpitrain.job.elastic.lease import read_lease
 from mpitrain.tools.bench.recovery.contestants import EVERY, RANKS, TORCHFT, Size, ranks_of, start
 
 START_S, RECOVER_S = 180.0, 120.0

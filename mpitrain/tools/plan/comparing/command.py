@@ -9,7 +9,7 @@ from collectives import Communicator
 from collectives.bench.kit.running import measure_and_show
 from collectives.shared.arguments import add_json
 from collectives.shared.terminal import console, positive
-from mpitrain.monitor.machine import machine as machines
+from mpitrain.job.record.machine import machine as machines
 from mpitrain.tools.plan.comparing.cases import layouts, with_changes
 from mpitrain.tools.plan.comparing.report import tables
 from mpitrain.tools.plan.comparing.results import ComparisonLaunch, Row
@@ -40,11 +40,11 @@ def main(words: Sequence[str], comm: Communicator) -> None:
         predicted = {name: price(size.transformer, machine, MPITRAIN, layout).step_s for name, layout in chosen.items()}
 
     def measure() -> ComparisonLaunch:
-        from mpitrain.config import ParallelConfig
+        from mpitrain.job.config import ParallelConfig
+        from mpitrain.job.train.hardware import take_hardware
         from mpitrain.tools.plan.comparing.steps import (
             measured,  # imports torch, so it follows the check of the arguments
         )
-        from mpitrain.train.hardware import take_hardware
 
         hardware = take_hardware(comm, ParallelConfig(threads=options.threads))
         load = max(comm.all_gather_object(os.getloadavg()[0]))

@@ -6,7 +6,7 @@ import torch
 
 from collectives import Communicator
 from collectives.bench.kit.turns import slowest, spread, take_turns
-from mpitrain.config import Config
+from mpitrain.job.config import Config
 from mpitrain.tools.plan.measuring.steps import WARM_UP, TrainedSteps
 
 

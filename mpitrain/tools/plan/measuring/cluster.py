@@ -5,8 +5,8 @@ from time import perf_counter
 import torch
 
 from collectives import Communicator
-from mpitrain.monitor.machine.machine import from_text
-from mpitrain.monitor.machine.memory import node_bytes, own_bytes
+from mpitrain.job.record.machine.machine import from_text
+from mpitrain.job.record.machine.memory import node_bytes, own_bytes
 from mpitrain.tools.plan.measuring.constants import Constant, Sections, to_toml
 from mpitrain.tools.plan.measuring.kernels import kernels
 from mpitrain.tools.plan.measuring.links import links

@@ -48,10 +48,10 @@ def measure_into(path: str, comm: Communicator, *, threads: int | None = None, s
     """
     writable(comm, path)
     # torch takes seconds to import, so it follows the check of the file.
-    from mpitrain.config import ParallelConfig
+    from mpitrain.job.config import ParallelConfig
+    from mpitrain.job.train.hardware import take_hardware
     from mpitrain.tools.plan.measuring.cluster import measured
     from mpitrain.tools.plan.measuring.constants import to_text, to_toml
-    from mpitrain.train.hardware import take_hardware
 
     hardware = take_hardware(comm, ParallelConfig(threads=threads))
     sections = measured(comm, hardware.device, name=Path(path).stem, seconds=seconds)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from collectives.bench.kit.turns import Contestant, mean_rank
+from mpitrain.job.train.hardware import matmul_flops_per_s
 from mpitrain.tools.plan.measuring.constants import Constant
 from mpitrain.tools.plan.measuring.rig import Calls, Gradients, Rig, take_turns_within
 from mpitrain.torch_glue.products import product
-from mpitrain.train.hardware import matmul_flops_per_s
 
 CLASSES = 4096
 FEW_ROWS = 64

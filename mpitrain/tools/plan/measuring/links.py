@@ -12,7 +12,7 @@ import torch
 from collectives import Communicator
 from collectives.bench.kit.turns import Contestant, slowest
 from collectives.bench.results import bus_factor
-from mpitrain.monitor.machine.constants import Sizes
+from mpitrain.job.record.machine.constants import Sizes
 from mpitrain.tensor.exchange import Exchange, Room
 from mpitrain.tools.plan.measuring.constants import Constant
 from mpitrain.tools.plan.measuring.rig import Calls, Rig, take_turns_within

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.bench.kit.turns import slowest, take_turns
-from mpitrain.monitor.machine.constants import Overhead
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.record.machine.constants import Overhead
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.layout import MPITRAIN, Layout
 from mpitrain.tools.plan.measuring.constants import Constant
 from mpitrain.tools.plan.measuring.rig import Rig, take_turns_within

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from mpitrain.config import Config, ModelConfig, ParallelConfig, TrainConfig, check_ranks
-from mpitrain.monitor.machine.machine import Machine
+from mpitrain.job.config import Config, ModelConfig, ParallelConfig, TrainConfig, check_ranks
+from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.layout import Layout
 from mpitrain.tools.plan.settings import parallel_section
 from mpitrain.tools.plan.transformer import Transformer, of_sizes

@@ -7,13 +7,13 @@ import torch
 
 from collectives import Communicator
 from collectives.bench.kit.turns import Seconds
-from mpitrain.config import Config
+from mpitrain.job.config import Config
+from mpitrain.job.record.gauges.phases import StepClock
+from mpitrain.job.train.batches.micro_batch import MicroBatch
+from mpitrain.job.train.model import make_model, make_optimizer
+from mpitrain.job.train.steps.stepper import Stepper
 from mpitrain.models.sizes import TransformerConfig
-from mpitrain.monitor.gauges.phases import StepClock
 from mpitrain.placement.axes import mesh
-from mpitrain.train.batches.micro_batch import MicroBatch
-from mpitrain.train.model import make_model, make_optimizer
-from mpitrain.train.steps.stepper import Stepper
 
 WARM_UP = 2
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from collectives import is_live_terminal
-from mpitrain.config import Config, ConfigError, TrainConfig, parse
+from mpitrain.job.config import Config, ConfigError, TrainConfig, parse
 from mpitrain.tools.plan.memory.prediction import KINDS, Prediction, predict
 
 USAGE = """usage: python -m mpitrain memory --np N [--nodes M] [--json] [settings]

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from collectives.transports.node.staged import ring_bytes
-from mpitrain.config import Config, ConfigError, check_ranks
-from mpitrain.data import scan
-from mpitrain.data.loading import has_documents
+from mpitrain.job.config import Config, ConfigError, check_ranks
+from mpitrain.job.data import scan
+from mpitrain.job.data.loading import has_documents
 from mpitrain.models import build, num_parameters
 from mpitrain.sharding.unit.host_arrays import gradient_buffers
 from mpitrain.sharding.unit.layout import Layout, lay_out

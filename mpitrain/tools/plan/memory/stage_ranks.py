@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from mpitrain.config import ParallelConfig
+from mpitrain.job.config import ParallelConfig
 from mpitrain.models import LanguageModel, Segments
 from mpitrain.stages.division import costs_of
 from mpitrain.stages.executor import Run

@@ -14,8 +14,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from collectives.environment import switch
-from mpitrain.config import Config
-from mpitrain.data.loading import has_documents
+from mpitrain.job.config import Config
+from mpitrain.job.data.loading import has_documents
 from mpitrain.models import LanguageModel, Segments, TransformerConfig, build
 from mpitrain.sharding import checkpoint_activations
 from mpitrain.sharding.slices import Slices

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mpitrain.monitor.machine import machine as machines
+from mpitrain.job.record.machine import machine as machines
 from mpitrain.tools.plan.layout import DEEPSPEED_2021, LLAMA_2024, MEGATRON_2021, MEGATRON_2022, Layout, Software
 from mpitrain.tools.plan.price import Price, price
 from mpitrain.tools.plan.transformer import NAMED, Transformer, gpt

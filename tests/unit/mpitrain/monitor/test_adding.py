@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mpitrain
-from mpitrain.config import ConfigError
-from mpitrain.monitor.adding import Added, import_modules
+from mpitrain.job.config import ConfigError
+from mpitrain.job.record.adding import Added, import_modules
 
 
 @pytest.mark.parametrize(

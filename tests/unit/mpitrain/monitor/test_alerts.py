@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.monitor.record import alerts
-from mpitrain.monitor.record.alerts import Alerts
+from mpitrain.job.record.files import alerts
+from mpitrain.job.record.files.alerts import Alerts
 
 EVENT = {"time": "2026-01-01T00:00:00.000+00:00", "event": "spike", "rank": None, "words": 'it\'s "é"\n$HOME'}
 
@@ -120,7 +120,7 @@ def test_a_failure_is_told_though_the_process_ends(tmp_path: Path) -> None:
     program = f"""
 import os
 from pathlib import Path
-from mpitrain.monitor.record.alerts import Alerts
+from mpitrain.job.record.files.alerts import Alerts
 told = Alerts("sleep 0.1; cat > $RUN/told", Path({str(tmp_path)!r}), print, environment=os.environ | {{"RUN": {str(tmp_path)!r}}})
 told.tell({{"event": "failure", "problem": "x" * 200_000}})
 os.kill(os.getpid(), 9)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from terminals import InTerminal, shown
 
-from mpitrain.monitor.console import Terminal, describe
-from mpitrain.monitor.pace import Pace
-from mpitrain.monitor.parsing.numbers import duration
-from mpitrain.monitor.parsing.words import event_in_words
-from mpitrain.monitor.record.metrics import StepMetrics
+from mpitrain.job.record.console import Terminal, describe
+from mpitrain.job.record.files.metrics import StepMetrics
+from mpitrain.job.record.pace import Pace
+from mpitrain.job.record.parsing.numbers import duration
+from mpitrain.job.record.parsing.words import event_in_words
 
 METRICS = StepMetrics(
     step=10, time=0.0, loss=2.5, lr=1e-3, grad_norm=0.7, tokens_per_s=12345.6, step_s=0.2, data_s=0.01, forward_s=0.05, backward_s=0.08,

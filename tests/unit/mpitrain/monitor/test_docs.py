@@ -6,9 +6,9 @@ from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 
-from mpitrain.monitor.adding import RESERVED
-from mpitrain.monitor.record.metrics import StepMetrics
-from mpitrain.monitor.record.ranks import FIGURES, GAUGES
+from mpitrain.job.record.adding import RESERVED
+from mpitrain.job.record.files.metrics import StepMetrics
+from mpitrain.job.record.files.ranks import FIGURES, GAUGES
 
 ROOT = Path(__file__).parents[4]
 WRITERS = {"write_event", "_write_event", "_write", "_event", "tell", "_fail"}

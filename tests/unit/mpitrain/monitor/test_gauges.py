@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpitrain.monitor.gauges import host
-from mpitrain.monitor.gauges.nvml import GpuGauges, GpuId, id_of
-from mpitrain.monitor.gauges.peak import cpu_flops_per_s, gpu_flops_per_s
+from mpitrain.job.record.gauges import host
+from mpitrain.job.record.gauges.nvml import GpuGauges, GpuId, id_of
+from mpitrain.job.record.gauges.peak import cpu_flops_per_s, gpu_flops_per_s
 
 pynvml = pytest.importorskip("pynvml")
 

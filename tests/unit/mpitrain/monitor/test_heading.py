@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mpitrain.config import Config, ParallelConfig, TrainConfig
-from mpitrain.monitor.heading import about_messages
+from mpitrain.job.config import Config, ParallelConfig, TrainConfig
+from mpitrain.job.record.heading import about_messages
 
 LOCAL = {"copies": 2, "local_steps": 10, "exact_steps": 50}
 

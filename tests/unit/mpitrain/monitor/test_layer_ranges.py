@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from mpitrain.job.record.layer_ranges import layer_ranges
 from mpitrain.models import build
 from mpitrain.models.sizes import resolve
-from mpitrain.monitor.layer_ranges import layer_ranges
 from mpitrain.sharding import checkpoint_activations
 from mpitrain.weights.initial_values import initialize
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpitrain.monitor.record.lines import LinesFile, is_evaluated
-from mpitrain.monitor.record.metrics import StepMetrics
-from mpitrain.train.hardware import memory_bytes
+from mpitrain.job.record.files.lines import LinesFile, is_evaluated
+from mpitrain.job.record.files.metrics import StepMetrics
+from mpitrain.job.train.hardware import memory_bytes
 
 METRICS = StepMetrics(
     step=10, time=1.5, loss=2.5, lr=1e-3, grad_norm=0.7, tokens_per_s=12345.6, step_s=0.2, data_s=0.01, forward_s=0.04, backward_s=0.08,

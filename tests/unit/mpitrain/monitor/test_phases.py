@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from mpitrain.monitor.gauges.phases import CpuClock, Lap, StepClock
-from mpitrain.train.passes import DeviceShares
+from mpitrain.job.record.gauges.phases import CpuClock, Lap, StepClock
+from mpitrain.job.train.passes import DeviceShares
 
 
 def test_a_step_is_divided_and_communication_counts_once() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
-from mpitrain.config import check_ranks, parse
+from mpitrain.job.config import check_ranks, parse
 from mpitrain.stages.records import Measured
 from mpitrain.stages.schedules import StageTimes, make_schedule
 from mpitrain.stages.schedules.timeline import timeline

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mpitrain.cli import main
-from mpitrain.config import Config
-from mpitrain.monitor.record.events import write_event
+from mpitrain.job.config import Config
+from mpitrain.job.record.files.events import write_event
 from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.tools.profile import recorded as recorded_run
 from mpitrain.view.reading.run import read_run

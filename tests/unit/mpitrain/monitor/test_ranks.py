@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mpitrain.monitor.record.ranks import FIGURES, GAUGES, SUMMARY_FROM, line
+from mpitrain.job.record.files.ranks import FIGURES, GAUGES, SUMMARY_FROM, line
 
 
 def figures(num_ranks: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.monitor.stragglers import CAUSES
+from mpitrain.job.record.stragglers import CAUSES
 from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.view.reading.run import read_run
 from mpitrain.view.reading.tables import Table

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from mpitrain.config import ConfigError
 from mpitrain.files import make_folder
-from mpitrain.monitor.sinks import (
+from mpitrain.job.config import ConfigError
+from mpitrain.job.record.sinks import (
     About,
     Sink,
     check_sinks,
@@ -31,7 +31,7 @@ from mpitrain.monitor.sinks import (
     wandb_rows,
     wandb_run,
 )
-from mpitrain.monitor.trace import session
+from mpitrain.job.record.trace import session
 
 SETTINGS = {
     "run": "runs/a",
@@ -277,7 +277,7 @@ def test_tensorboard_reads_each_step_once(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from mpitrain.monitor.sinks import About, make_sinks
+from mpitrain.job.record.sinks import About, make_sinks
 (sink,) = make_sinks((sys.argv[1],))
 sink.open(About(Path(sys.argv[2]), 0, {"train.batch": 8, "log.on_event": None}, "a project"))
 for step in (1, 2, 3):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.monitor.stragglers import IN_A_ROW, LEAST_S, Spent, Straggler, Stragglers
+from mpitrain.job.record.stragglers import IN_A_ROW, LEAST_S, Spent, Straggler, Stragglers
 
 
 def step(watch: Stragglers, seconds: Sequence[float], rows: Sequence[int]) -> list[Straggler]:

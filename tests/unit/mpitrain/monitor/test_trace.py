@@ -17,11 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trace_checks import check
 
-from mpitrain.monitor.record.folder_lock import FolderLock
-from mpitrain.monitor.trace import packing, request
-from mpitrain.monitor.trace.clocks import Line, Sample, fit
-from mpitrain.monitor.trace.events import COMMUNICATION, Part, Slice, nested
-from mpitrain.monitor.trace.meetings import FREES, WAITS, Meetings, Met, corrections, role
+from mpitrain.job.record.files.folder_lock import FolderLock
+from mpitrain.job.record.trace import packing, request
+from mpitrain.job.record.trace.clocks import Line, Sample, fit
+from mpitrain.job.record.trace.events import COMMUNICATION, Part, Slice, nested
+from mpitrain.job.record.trace.meetings import FREES, WAITS, Meetings, Met, corrections, role
 from mpitrain.view.trace import command, drawn
 from mpitrain.view.trace.picture import draw, joined
 
@@ -269,5 +269,5 @@ def test_a_request_is_void_when_its_time_is_over(tmp_path: Path) -> None:
 
 
 def test_the_command_imports_neither_torch_nor_mpi() -> None:
-    code = "import sys; from mpitrain.monitor.trace import command, picture; print({'torch', 'mpi4py.MPI'} & set(sys.modules))"
+    code = "import sys; from mpitrain.job.record.trace import command, picture; print({'torch', 'mpi4py.MPI'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "set()\n"

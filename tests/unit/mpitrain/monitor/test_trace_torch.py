@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mpitrain.job.record.gauges.phases import StepClock
+from mpitrain.job.record.trace.clocks import Line
+from mpitrain.job.record.trace.events import Slice, nested
+from mpitrain.job.record.trace.profiler import Profiler, operators_of
+from mpitrain.job.record.trace.spans import Spans
 from mpitrain.models.gpt import GPT
 from mpitrain.models.sizes import GPTConfig
-from mpitrain.monitor.gauges.phases import StepClock
-from mpitrain.monitor.trace.clocks import Line
-from mpitrain.monitor.trace.events import Slice, nested
-from mpitrain.monitor.trace.profiler import Profiler, operators_of
-from mpitrain.monitor.trace.spans import Spans
 
 
 def test_operators_have_the_times_of_the_monotonic_clock() -> None:

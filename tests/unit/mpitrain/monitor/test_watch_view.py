@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mpitrain.monitor.record.events import write_event
-from mpitrain.monitor.record.marks import Marks
+from mpitrain.job.record.files.events import write_event
+from mpitrain.job.record.files.marks import Marks
 from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.view.report import command as report
 from mpitrain.view.watch.charts import Range, Screen
@@ -88,7 +88,7 @@ def resumed_after_a_failure(folder: Path) -> None:
 def killed_on_this_host(folder: Path) -> None:
     write_steps(folder, 1, 50, ended_s=15.0)
     script = (
-        "import os, pathlib, sys; from mpitrain.monitor.record.folder_lock import FolderLock; "
+        "import os, pathlib, sys; from mpitrain.job.record.files.folder_lock import FolderLock; "
         "FolderLock(pathlib.Path(sys.argv[1])); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", script, folder], timeout=60).returncode == 9

@@ -1,7 +1,0 @@
-"""Samples in tar files. headers.py finds the entries, entries.py the files among them, with the bytes of links and sparse files, and
-reading.py the samples."""
-
-from mpitrain.data.documents.tar.entries import Place
-from mpitrain.data.documents.tar.reading import TarReader
-
-__all__ = ["Place", "TarReader"]
