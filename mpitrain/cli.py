@@ -61,11 +61,10 @@ _BENCHES = {
 _BENCHES_ALONE = {
     "bits": "mpitrain.tools.bench.bits.command",
     "calls": "mpitrain.tools.bench.calls",
-    "data": "mpitrain.tools.bench.data.command",
-    "monitoring": "mpitrain.tools.bench.monitoring.command",
-    "recovery": "mpitrain.tools.bench.recovery.command",
 }
 """The modules of benchmarks in one process, which may start jobs."""
+_OF_CHECKOUT = ("data", "monitoring", "recovery")
+"""Those in benchmarks/, which the wheel lacks."""
 
 
 @one_line_without_mpi("mpitrain: error")
@@ -88,7 +87,7 @@ def _main(words: list[str]) -> int:
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
     if command in _ALONE:
         return _in_one_process(_ALONE[command], words)
-    if command == "bench" and words[:1] and words[0] in _BENCHES_ALONE:
+    if command == "bench" and words[:1] and words[0] in (*_BENCHES_ALONE, *_OF_CHECKOUT):
         return _in_one_process(_bench_alone, words)
     if command == "bench" and "--report" in words:
         return _in_one_process(_report, words)
@@ -273,9 +272,9 @@ def _tokenizer(words: list[str]) -> None:
 
 
 def _chaos(words: list[str]) -> int:
-    from mpitrain.chaos import command
+    from mpitrain.tools.bench.jobs.checkout import benchmark
 
-    return command.main(words)
+    return int(benchmark("chaos.command", "chaos").main(words))
 
 
 def _watch(words: list[str]) -> int:
@@ -321,6 +320,10 @@ def _profile(words: list[str]) -> int:
 
 
 def _bench_alone(words: list[str]) -> int:
+    if words[0] in _OF_CHECKOUT:
+        from mpitrain.tools.bench.jobs.checkout import benchmark
+
+        return int(benchmark(f"{words[0]}.command", f"bench {words[0]}").main(words[1:]))
     return int(import_module(_BENCHES_ALONE[words[0]]).main(words[1:]))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("collectives", "ckpt", "mpitrain")
+PACKAGES = ("collectives", "ckpt", "mpitrain", "benchmarks")
 MAX_MODULES = 16
 NAMES_OF_PYTHON = {"_replace", "_fields", "_asdict"}  # of a NamedTuple
 
@@ -99,59 +99,49 @@ def circles(graph: Mapping[str, Collection[str]]) -> Iterator[set[str]]:
             yield circle
 
 
-def test_no_kind_of_parallelism_imports_another() -> None:
-    """What they share is in modules beside these folders, in `optim`, and in some of `models`, which import none of them."""
-    kinds = ("mpitrain.sharding", "mpitrain.tensor", "mpitrain.stages")
-    shared = (
-        "mpitrain.placement.axes",
-        "mpitrain.plans.draws",
-        "mpitrain.plans.stage_plan",
-        "mpitrain.plans.transformers_plan",
-        "mpitrain.placement.parts",
-        "mpitrain.optim",
-        "mpitrain.placement.stage_streams",
-        "mpitrain.torch_glue.weight_gradients",
-    )
-    known = modules()
+def rooms() -> dict[str, set[str]]:
+    """What each folder of the project may import of the others, without itself. "job.record" is mpitrain/job/record."""
+    may: dict[str, set[str]] = {"collectives": set(), "ckpt": {"collectives"}, "files": {"collectives"}}
+    packages = {"collectives", "ckpt"}
+    bottom = {"plans", "torch_glue"}
+    parallel = {"sharding", "tensor", "stages"}
+    top = {"weights", "models"}
+    may |= dict.fromkeys(bottom, packages)
+    may["placement"] = packages | bottom
+    may["optim"] = packages | bottom | {"placement"}
+    may |= dict.fromkeys(parallel, may["optim"] | {"optim"})
+    may |= {each: may["optim"] | {"optim"} | parallel | top - {each} for each in top}
+    library = may["optim"] | {"optim"} | parallel | top
+    may["job"] = library | {"files", "job.record"}
+    may["job.record"] = library | {"files", "job"}
+    may["view"] = packages | {"files", "job.record"}
+    may["tools"] = may["job"] | {"job", "view"}
+    may["benchmarks"] = may["tools"] | {"tools"}
+    return may
 
-    def is_of(name: str, folder: str) -> bool:
-        return name == folder or name.startswith(folder + ".")
+
+def test_imports_between_rooms_go_one_way() -> None:
+    """collectives, ckpt < the library < job < tools < benchmarks, and job/record < view < tools.
+
+    The public modules beside the folders, and the command line, may import all.
+    """
+    may = rooms()
+    known = modules()
+    faces = {"mpitrain", *(f"mpitrain.{path.stem}" for path in (ROOT / "mpitrain").glob("*.py"))} - {"mpitrain.files"}
+
+    def room(name: str) -> str:
+        inner = name.removeprefix("mpitrain.")
+        return "job.record" if f"{inner}.".startswith("job.record.") else inner.partition(".")[0]
 
     wrong = [
         f"{name} imports {other}"
-        for folder in (*kinds, *shared)
         for name, path in known.items()
-        if is_of(name, folder)
-        for other in imported(path, known)
-        if any(is_of(other, kind) for kind in kinds if kind != folder)
+        if name not in faces
+        for other in imported(path, known, for_types=False)
+        if room(other) not in {room(name)} | may[room(name)] and not (room(name) == "benchmarks" and other in faces)
     ]
     assert wrong == []
-    assert any(is_of(other, "mpitrain.placement.parts") for other in imported(known["mpitrain.tensor.api"], known))
-
-
-def test_settings_and_files_are_below_what_uses_them() -> None:
-    """`config` is below `elastic` and `monitor`, and the functions that open the files of a run's folder are below all three."""
-    known = modules()
-    allowed = {
-        "mpitrain.files": ("collectives.files",),  # loaded without its package first
-        "mpitrain.job.config": (
-            "mpitrain.job.config",
-            "mpitrain.files",
-            "mpitrain.models",
-            "mpitrain.stages.schedules",
-            "collectives.texts",
-            "collectives.secret_forms",
-        ),
-    }
-    wrong = [
-        f"{name} imports {other}"
-        for folder, below in allowed.items()
-        for name, path in known.items()
-        if name == folder or name.startswith(f"{folder}.")
-        for other in imported(path, known)
-        if not any(other == each or other.startswith(f"{each}.") for each in below)
-    ]
-    assert wrong == []
+    assert {room(name) for name in known if name not in faces} == may.keys()  # the table has no room of before
 
 
 def test_no_folder_holds_too_many_modules() -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import collectives
 from collectives.shared.tables import markdown_table
 from collectives.shared.terminal import positive
-from mpitrain.chaos import checkout
+from mpitrain.tools.bench.jobs import checkout
 
 _EPILOG = """\
 python -m mpitrain bench calls --np 4 -- python -P -m mpitrain --run /tmp/run --train.steps 1

@@ -203,8 +203,9 @@ def _write(path: Path, found: Found, lr: LearningRate | None, *, is_quiet: bool)
 
 
 def _published(plot: str | None) -> None:
-    from mpitrain.tools.plan.published import report
+    from mpitrain.tools.bench.jobs.checkout import benchmark
 
+    report = benchmark("published.report", "plan --published")
     print(report.markdown(), end="")
     if plot is not None:
         report.plot(plot)

@@ -27,9 +27,9 @@ COMMAND = [sys.executable, "-m", "mpitrain", "chaos"]
 # Most of a trial's time goes into the steps of its model, of which the tests need no more than a harm in the middle.
 SMALL_CASES = """
 import sys
-from mpitrain.chaos import harms
-from mpitrain.chaos.cases import BY_NAME
-from mpitrain.chaos.command import main
+from benchmarks.chaos import harms
+from benchmarks.chaos.cases import BY_NAME
+from benchmarks.chaos.command import main
 
 def small(name, steps, harm):
     model = ("--model.width", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32")

@@ -16,10 +16,10 @@ from launching import ROOT, is_open_mpi, job_environment, launch, rank_of, run, 
 from main_job import losses
 
 import ckpt
-from mpitrain.chaos.disk import small_disk
-from mpitrain.chaos.job import Job
+from benchmarks.chaos.disk import small_disk
 from mpitrain.job.elastic.copies.files import files_of, remove_copies
 from mpitrain.job.elastic.lease import read_lease
+from mpitrain.tools.bench.jobs.job import Job
 
 STEPS = 60
 SETTINGS = (

@@ -13,7 +13,7 @@ from launching import ROOT, is_open_mpi, launch, run
 from main_job import assert_same_end, command, error_line, losses, train, trained
 
 import ckpt
-from mpitrain.chaos.disk import small_disk
+from benchmarks.chaos.disk import small_disk
 
 pytestmark = pytest.mark.timeout_s(240)
 

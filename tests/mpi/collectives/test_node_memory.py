@@ -11,6 +11,7 @@ import pytest
 import torch
 from pretended_hosts import on_hosts
 
+from benchmarks.chaos.disk import small_disk
 from collectives import Communicator, on_all_ranks
 from collectives.arrays.buffer import as_numpy, is_torch
 from collectives.arrays.dtypes import TABLE
@@ -19,7 +20,6 @@ from collectives.transports.node import anonymous
 from collectives.transports.node.mappings import on_change
 from collectives.transports.node.memory import NodeMemory, free_in_folder
 from collectives.transports.node.memory import room as room_in_memory
-from mpitrain.chaos.disk import small_disk
 
 pytestmark = pytest.mark.one_node
 

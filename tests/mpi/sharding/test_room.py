@@ -9,12 +9,12 @@ from pretended_hosts import on_hosts
 from torch import nn
 
 import mpitrain
+from benchmarks.chaos.disk import small_disk
 from collectives import Communicator, on_all_ranks
 from collectives.transports.node import anonymous, noted_room
 from collectives.transports.node.memory import NodeMemory
 from collectives.transports.node.noted_room import Room
 from mpitrain import fully_shard
-from mpitrain.chaos.disk import small_disk
 from mpitrain.job.config import parse
 from mpitrain.job.train.model import make_model
 from mpitrain.sharding.setup import room as room_of_nodes

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos import stranger
+from benchmarks.chaos.attacked import Attacker
 from collectives.diagnosis.ring import addresses, handshake, links
 from collectives.diagnosis.ring import listener as listening
 from collectives.diagnosis.ring.addresses import by_distance
 from collectives.diagnosis.ring.handshake import Words
 from collectives.diagnosis.ring.links import Place, connect
 from collectives.diagnosis.ring.listener import Listener
-from mpitrain.chaos import stranger
-from mpitrain.chaos.attacked import Attacker
 
 LOOPBACK = ["127.0.0.1"]
 WAYS = {"unix": None, "tcp": LOOPBACK}

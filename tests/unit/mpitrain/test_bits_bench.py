@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import ckpt
+from benchmarks.monitoring.recorded_runs import write_run
 from mpitrain.cli import main
 from mpitrain.tools.bench.bits.runs import FailedError, difference
-from mpitrain.tools.bench.monitoring.recorded_runs import write_run
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.data import command, samples, waiting
+from benchmarks.data.readers import READERS
 from mpitrain.cli import main
-from mpitrain.tools.bench.data import command, samples, waiting
-from mpitrain.tools.bench.data.readers import READERS
 
 OURS = [name for name, reader in READERS.items() if name.startswith("mpitrain")]
 

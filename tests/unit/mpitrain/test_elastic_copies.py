@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import ckpt
+from benchmarks.chaos.disk import small_disk
 from ckpt.tensors import inspect
-from mpitrain.chaos.disk import small_disk
 from mpitrain.job.elastic.copies.files import (
     CopyFile,
     Header,

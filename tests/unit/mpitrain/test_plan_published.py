@@ -6,12 +6,12 @@ from statistics import mean
 
 import pytest
 
+from benchmarks.published import report
+from benchmarks.published.tables import CHOICES, TABLES, Choice, choose, compare
 from mpitrain.job.record.machine.machine import load
 from mpitrain.tools.plan.footprint import footprint
 from mpitrain.tools.plan.layout import MEGATRON_2021
 from mpitrain.tools.plan.price import price
-from mpitrain.tools.plan.published import report
-from mpitrain.tools.plan.published.tables import CHOICES, TABLES, Choice, choose, compare
 from mpitrain.tools.plan.search import Job, search
 
 LIMITS = {  # mean and worst error

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from collectives.shared.arguments import names_of, positive_seconds
 from collectives.shared.tables import markdown_table, plural
 from collectives.shared.terminal import positive
-from mpitrain.chaos import checkout
-from mpitrain.chaos.job import OwnHarm
 from mpitrain.tools.bench.bits.cases import CASES, HOSTS, KILLED, MODELS, RESUMED, SETTINGS
 from mpitrain.tools.bench.bits.runs import FailedError, difference, launch, train
+from mpitrain.tools.bench.jobs import checkout
+from mpitrain.tools.bench.jobs.job import OwnHarm
 from mpitrain.tools.bench.options import Parser
 
 SAME, FAILED = "the same bits", "failed:"

@@ -5,10 +5,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpitrain.chaos import checkout
-from mpitrain.chaos.job import Job, OwnHarm
 from mpitrain.job.elastic.copies.holding import remove_all
 from mpitrain.job.elastic.lease import read_lease
+from mpitrain.tools.bench.jobs import checkout
+from mpitrain.tools.bench.jobs.job import Job, OwnHarm
 from mpitrain.view.diff import checkpoints, metrics, printing
 from mpitrain.view.reading.run import read_run
 

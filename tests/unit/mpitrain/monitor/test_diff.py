@@ -11,10 +11,10 @@ from checkpoints import flip_bit
 from thread_ranks import on_ranks
 
 import ckpt
+from benchmarks.monitoring.recorded_runs import write_run
 from mpitrain.job.config.settings import kinds
 from mpitrain.job.record import conditions
 from mpitrain.job.record.conditions import Effect, effect_of
-from mpitrain.tools.bench.monitoring.recorded_runs import write_run
 from mpitrain.view.diff.command import main
 from mpitrain.view.diff.starts import of_run
 from mpitrain.view.reading.run import read_run

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.monitoring.recorded_runs import Slow, write_run
 from mpitrain.cli import main
 from mpitrain.job.config import Config
 from mpitrain.job.record.files.events import write_event
-from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.tools.profile import recorded as recorded_run
 from mpitrain.view.reading.run import read_run
 

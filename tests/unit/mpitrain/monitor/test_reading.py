@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.monitoring.recorded_runs import BEGAN, write_run
 from mpitrain import files
 from mpitrain.job.record.parsing import events as reading_events
 from mpitrain.job.record.parsing import settings
 from mpitrain.job.record.parsing.events import read_events
 from mpitrain.job.record.parsing.readable import Readable
-from mpitrain.tools.bench.monitoring.recorded_runs import BEGAN, write_run
 from mpitrain.view.reading.run import flat_settings, read_run
 from mpitrain.view.reading.smoothing import smoothed
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.monitoring.recorded_runs import Slow, write_run
 from mpitrain.job.record.stragglers import CAUSES
-from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.view.reading.run import read_run
 from mpitrain.view.reading.tables import Table
 from mpitrain.view.report.charts import Buckets, colour_limits

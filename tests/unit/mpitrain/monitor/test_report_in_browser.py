@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
+from benchmarks.monitoring.recorded_runs import Slow, write_run
 from mpitrain.view.report.command import main
 
 try:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from terminals import ROOT, InTerminal
 
+from benchmarks.monitoring.recorded_runs import write_run
 from mpitrain.cli import main
-from mpitrain.tools.bench.monitoring.recorded_runs import write_run
 
 
 def test_one_view_without_torch_and_mpi(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.monitoring.recorded_runs import Slow, write_run
 from mpitrain.job.record.files.events import write_event
 from mpitrain.job.record.files.marks import Marks
-from mpitrain.tools.bench.monitoring.recorded_runs import Slow, write_run
 from mpitrain.view.report import command as report
 from mpitrain.view.watch.charts import Range, Screen
 from mpitrain.view.watch.view import split, view

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.data import samples
 from mpitrain.job.data.cache import ShardCache
 from mpitrain.job.data.documents import checked_text
 from mpitrain.job.data.open_shards import OpenShards
@@ -13,7 +14,6 @@ from mpitrain.job.data.shards import list_shards
 from mpitrain.job.data.streaming.lanes import Recipe
 from mpitrain.job.data.streaming.sources import Source
 from mpitrain.job.data.tokenizers import Bytes
-from mpitrain.tools.bench.data import samples
 
 _SEED = 1
 _SHUFFLED = 1000  # samples in webdataset's buffer, its usual number

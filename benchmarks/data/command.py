@@ -11,14 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.data import samples, waiting
+from benchmarks.data.readers import READERS
 from collectives.bench.kit.turns import drawn_order
 from collectives.shared.arguments import names_of
 from collectives.shared.tables import markdown_table
 from collectives.shared.terminal import positive
 from mpitrain.job.config import DataConfig
 from mpitrain.job.data.tokenizers import load_tokenizer
-from mpitrain.tools.bench.data import samples, waiting
-from mpitrain.tools.bench.data.readers import READERS
 
 _TOTAL_BYTES = {4_000: 100_000_000, 100_000: 200_000_000}
 """The text that is read, by the mean size of a document."""

@@ -1,4 +1,4 @@
-"""The main job with a fault of its own: `python -m mpitrain.chaos.harmed`, with the arguments of `python -m mpitrain`.
+"""The main job with a fault of its own: `python -m mpitrain.tools.bench.jobs.harmed`, with the arguments of `python -m mpitrain`.
 
     MPITRAIN_CHAOS_FAULT    KIND:RANK:STEP:SEED    what the rank RANK does before it takes the step STEP, see FAULTS
     MPITRAIN_CHAOS_HARM     FILE                   into which it writes the time, just before
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from collectives.launcher import environment_of_program
-from mpitrain.chaos.job import FAULT, HARM, OwnHarm
 from mpitrain.job.train.trainer import Trainer
+from mpitrain.tools.bench.jobs.job import FAULT, HARM, OwnHarm
 
 
 def _sleep(trainer: Trainer, rng: np.random.Generator) -> None:

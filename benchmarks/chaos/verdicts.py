@@ -10,15 +10,15 @@ from typing import NamedTuple
 import msgspec
 
 import ckpt
+from benchmarks.chaos.disk import free_up
+from benchmarks.chaos.harms import Harm
 from collectives.programs import python
-from mpitrain.chaos.disk import free_up
-from mpitrain.chaos.harms import Harm
-from mpitrain.chaos.job import Job
 from mpitrain.job.elastic.copies.files import files_of
 from mpitrain.job.elastic.lease import read_lease
 from mpitrain.job.record.files.events import REGULAR
 from mpitrain.job.record.parsing.events import read_events
 from mpitrain.job.record.stragglers import CAUSES
+from mpitrain.tools.bench.jobs.job import Job
 
 _TOLERANCE = 1e-5
 """Relative, of the losses of the ten steps from a recovery on: fewer ranks add in another order."""

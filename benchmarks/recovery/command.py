@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.recovery.contestants import NAMES, SIZES, TORCHFT, TORCHRUN
+from benchmarks.recovery.trial import TrialError, trial
 from collectives.bench.kit.turns import drawn_order
 from collectives.shared.arguments import names_of
 from collectives.shared.tables import markdown_table
 from collectives.shared.terminal import positive
-from mpitrain.chaos import checkout
-from mpitrain.tools.bench.recovery.contestants import NAMES, SIZES, TORCHFT, TORCHRUN
-from mpitrain.tools.bench.recovery.trial import TrialError, trial
+from mpitrain.tools.bench.jobs import checkout
 
 
 def main(words: Sequence[str]) -> int:

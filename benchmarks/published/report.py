@@ -2,8 +2,8 @@
 
 from statistics import mean
 
+from benchmarks.published.tables import CHOICES, TABLES, Compared, Table, choose, compare
 from collectives.shared.pictures import new_figure
-from mpitrain.tools.plan.published.tables import CHOICES, TABLES, Compared, Table, choose, compare
 
 COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#f2a541", "#54a24b", "#b279a2")
 

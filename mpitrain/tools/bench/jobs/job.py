@@ -21,13 +21,11 @@ from mpitrain.job.record.parsing.events import read_events
 
 _MARK = "MPITRAIN_CHAOS_JOB"
 FAULT, HARM = "MPITRAIN_CHAOS_FAULT", "MPITRAIN_CHAOS_HARM"
-"""What mpitrain.chaos.harmed reads."""
-ATTACK = "MPITRAIN_CHAOS_ATTACK"
-"""What mpitrain.chaos.attacked reads."""
+"""What mpitrain.tools.bench.jobs.harmed reads."""
 
 
 class OwnHarm(NamedTuple):
-    """The fault that a rank of mpitrain.chaos.harmed brings upon itself before a step."""
+    """The fault that a rank of mpitrain.tools.bench.jobs.harmed brings upon itself before a step."""
 
     kind: str
     rank: int
@@ -55,7 +53,7 @@ class Job:
         own = {HARM: str(self.harm_file)}
         if harm is not None:
             own[FAULT] = ":".join(map(str, harm))
-            module = "mpitrain.chaos.harmed"
+            module = "mpitrain.tools.bench.jobs.harmed"
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
         # An mpirun that is killed leaves files in a place that is named by its process id.
         self._session = TemporaryDirectory(prefix=PLACE_PREFIX, ignore_cleanup_errors=True)

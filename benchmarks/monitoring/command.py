@@ -5,10 +5,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.monitoring import pages, sinks
 from collectives.shared.arguments import names_of
 from collectives.shared.tables import markdown_table
 from collectives.shared.terminal import positive
-from mpitrain.tools.bench.monitoring import pages, sinks
 
 
 def main(words: Sequence[str]) -> int:

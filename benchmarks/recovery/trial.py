@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mpitrain.chaos.job import Job
+from benchmarks.recovery.contestants import EVERY, RANKS, TORCHFT, Size, ranks_of, start
 from mpitrain.job.elastic.copies.holding import remove_all
 from mpitrain.job.elastic.lease import read_lease
-from mpitrain.tools.bench.recovery.contestants import EVERY, RANKS, TORCHFT, Size, ranks_of, start
+from mpitrain.tools.bench.jobs.job import Job
 
 START_S, RECOVER_S = 180.0, 120.0
 _LOOK_S = 0.002

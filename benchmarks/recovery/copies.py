@@ -1,6 +1,6 @@
-"""How long the copies that go to another host take: `mpirun -np 2 -H host1,host2 python -m mpitrain.tools.bench.recovery.copies`.
+"""How long the copies that go to another host take: `mpirun -np 2 -H host1,host2 python -m benchmarks.recovery.copies`.
 
-    ./mpirun/cluster run -H 2x1 --rate 1gbit -- python -m mpitrain.tools.bench.recovery.copies --mb 64 --num 9
+    ./mpirun/cluster run -H 2x1 --rate 1gbit -- python -m benchmarks.recovery.copies --mb 64 --num 9
 
 Rank 0 prints one line of JSON with medians over the copies, each of the slowest rank: `held_s`, for which a copy holds up the training;
 `sent_s`, from there until the other host has it; and `cpu_s`, the processor time of a rank for both. The file runs with an earlier
@@ -22,7 +22,7 @@ from mpitrain.job.elastic.copies.taking import Copies
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m mpitrain.tools.bench.recovery.copies")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery.copies")
     parser.add_argument("--mb", type=float, default=64.0, help="megabytes of a rank (default: %(default)s)")
     parser.add_argument("--num", type=int, default=9, help="copies (default: %(default)s)")
     options = parser.parse_args()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpitrain.chaos.harms import Harm, Harmer, is_saving
-from mpitrain.chaos.job import Job
+from benchmarks.chaos.harms import Harm, Harmer, is_saving
+from mpitrain.tools.bench.jobs.job import Job
 
 _WAIT_S = 60.0
 

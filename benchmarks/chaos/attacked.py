@@ -1,7 +1,7 @@
-"""The main job, of which each connection between ranks is attacked: `python -m mpitrain.chaos.attacked`, with `python -m mpitrain`'s
+"""The main job, of which each connection between ranks is attacked: `python -m benchmarks.chaos.attacked`, with `python -m mpitrain`'s
 arguments.
 
-    MPITRAIN_CHAOS_ATTACK    KIND of mpitrain.chaos.stranger
+    MPITRAIN_CHAOS_ATTACK    KIND of benchmarks.chaos.stranger
 
 Each rank starts a process of another user. It learns of each listener of the rank before the other ranks do. What it replays is what
 the rank itself has just sent to another rank, for a connection that it gives up.
@@ -17,14 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos import stranger
 from collectives.diagnosis.ring import handshake, joining
 from collectives.diagnosis.ring.handshake import Words
 from collectives.diagnosis.ring.links import Link, Place, connect
 from collectives.diagnosis.ring.listener import Listener
 from collectives.launcher import environment_of_program
-from mpitrain.chaos import stranger
-from mpitrain.chaos.job import ATTACK
 
+ATTACK = "MPITRAIN_CHAOS_ATTACK"
+"""The environment variable with the kind of attack."""
 _ANSWER_S = 5.0
 
 

@@ -23,7 +23,7 @@ from mpitrain.models.sizes import resolve
 
 _QUORUM_MS, _BEAT_MS, _LOST_MS = 50, 100, 1000
 """Of the lighthouse: the wait for further replicas, the heartbeats, and the silence after which a replica is lost (default: 5 s)."""
-_MODULE = "mpitrain.tools.bench.recovery.torchft_ddp"
+_MODULE = "benchmarks.recovery.torchft_ddp"
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from mpitrain.chaos.cases import CASES
-from mpitrain.chaos.verdicts import Outcome
+from benchmarks.chaos.cases import CASES
+from benchmarks.chaos.verdicts import Outcome
 
 
 def read(file: Path) -> list[Outcome]:

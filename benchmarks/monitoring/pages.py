@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from benchmarks.monitoring.recorded_runs import write_run
 from collectives.programs import python
-from mpitrain.tools.bench.monitoring.recorded_runs import write_run
 
 SIZES = ((2, 60), (2, 20_000), (2, 200_000), (1024, 20_000))
 """Ranks and steps."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from mpitrain.chaos.job import Job
+from mpitrain.tools.bench.jobs.job import Job
 
 _WAIT_S = 120.0
 
@@ -96,7 +96,7 @@ def is_evaluating(job: Job) -> bool:
 
 
 def by_itself(job: Job, rng: random.Random) -> Harm | None:
-    """Waits until a job of mpitrain.chaos.harmed has harmed itself."""
+    """Waits until a job of mpitrain.tools.bench.jobs.harmed has harmed itself."""
     assert job.harm is not None
     if not job.wait_until(lambda: job.harm_file.exists() and job.harm_file.read_text(), _WAIT_S):
         return None

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from mpitrain.chaos import checkout, table
-from mpitrain.chaos.cases import BY_NAME, CASES, Case
-from mpitrain.chaos.disk import small_disk
-from mpitrain.chaos.trial import attempt, losses_of
-from mpitrain.chaos.verdicts import Outcome
+from benchmarks.chaos import table
+from benchmarks.chaos.cases import BY_NAME, CASES, Case
+from benchmarks.chaos.disk import small_disk
+from benchmarks.chaos.trial import attempt, losses_of
+from benchmarks.chaos.verdicts import Outcome
+from mpitrain.tools.bench.jobs import checkout
 
 References = dict[tuple[tuple[str, ...], tuple[str, ...]], Mapping[int, float]]
 """The losses of undisturbed runs, by the command and the settings: several cases may share one."""

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives.programs import python
-from mpitrain.chaos import checkout
-from mpitrain.chaos.job import Job
+from mpitrain.tools.bench.jobs import checkout
+from mpitrain.tools.bench.jobs.job import Job
 
 RANKS, EVERY, STEPS = 2, 10, 200
 TORCHRUN, TORCHFT = "torchrun", "torchft"
@@ -40,7 +40,7 @@ def start(name: str, size: Size, run: Path) -> Job:
     if name == TORCHFT:
         words = [word for of, number in size._asdict().items() for word in (f"--{of}", str(number))]
         words += ["--steps", str(STEPS), "--replicas", str(RANKS)]
-        return Job((), env, words, run, module="mpitrain.tools.bench.recovery.torchft_ddp")
+        return Job((), env, words, run, module="benchmarks.recovery.torchft_ddp")
     if name == TORCHRUN:
         torchrun = (
             *python("torch.distributed.run"),
@@ -58,7 +58,7 @@ def start(name: str, size: Size, run: Path) -> Job:
             env,
             words,
             run,
-            module="mpitrain.tools.bench.recovery.fsdp2",
+            module="benchmarks.recovery.fsdp2",
         )
     words = [word for of in size._fields[:4] for word in (f"--model.{of}", str(getattr(size, of)))]
     words += ["--train.batch", str(size.batch), "--train.steps", str(STEPS), "--train.eval_batches", "0"]

@@ -6,10 +6,11 @@ from signal import SIGINT, SIGKILL, SIGTERM
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpitrain.chaos import checkout, disk, harms, verdicts
-from mpitrain.chaos.harms import Harmer
-from mpitrain.chaos.job import ATTACK
-from mpitrain.chaos.verdicts import Verdict
+from benchmarks.chaos import disk, harms, verdicts
+from benchmarks.chaos.attacked import ATTACK
+from benchmarks.chaos.harms import Harmer
+from benchmarks.chaos.verdicts import Verdict
+from mpitrain.tools.bench.jobs import checkout
 
 _ALONE = ("--train.sample_bytes", "0", "--train.eval_batches", "0")
 _ELASTIC = (*_ALONE, "--train.elastic", "true")
@@ -27,8 +28,8 @@ Launch = Callable[[], tuple[tuple[str, ...], dict[str, str]]]
 class Case(NamedTuple):
     """A row of the table.
 
-    `fault`: of mpitrain.chaos.harmed, if the job harms itself. `module`: what the job runs. `seconds`: of a long run, beyond minutes.
-    `disk_bytes`: the size of a file system of its own for the job's folder, 0 for none.
+    `fault`: of tools/bench/jobs/harmed.py, if the job harms itself. `module`: what the job runs. `seconds`: of a long run,
+    beyond minutes. `disk_bytes`: the size of a file system of its own for the job's folder, 0 for none.
     """
 
     name: str
@@ -139,7 +140,7 @@ def _attacked(kind: str, words: str) -> list[Case]:
         Case(
             f"ring-{kind}{suffix}", f"another user {words}{where}, then kill -9 of a random rank", launch, 4,
             (*_ELASTIC, *_MODEL_SMALL, "--train.steps", str(num_steps)), harms.at_random(4, 1.5),
-            verdicts.keeps_its_ring(10, _NOTICED_S), num_steps, env={ATTACK: kind}, module="mpitrain.chaos.attacked",
+            verdicts.keeps_its_ring(10, _NOTICED_S), num_steps, env={ATTACK: kind}, module="benchmarks.chaos.attacked",
         )
         for suffix, where, launch, num_steps in (
             ("", "", partial(checkout.mpirun, 4), 150),

@@ -5,11 +5,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpitrain.chaos.cases import Case
-from mpitrain.chaos.job import Job, OwnHarm
-from mpitrain.chaos.verdicts import Facts, Outcome
+from benchmarks.chaos.cases import Case
+from benchmarks.chaos.verdicts import Facts, Outcome
 from mpitrain.job.elastic.copies.holding import remove_all
 from mpitrain.job.elastic.lease import read_lease
+from mpitrain.tools.bench.jobs.job import Job, OwnHarm
 
 _START_S, _END_S = 120.0, 240.0
 
