@@ -1,4 +1,4 @@
-"""For all tests: a watchdog over each, the marker for tests that need a GPU, and garbage collections that cost little.
+"""For all tests: the level of a run, a watchdog over each test, tests that need a GPU, and the command that runs one test again.
 
 A test that takes longer than `DEFAULT_TIMEOUT_S` (`@pytest.mark.timeout_s(n)` sets another) prints the stacks of all
 threads, prefixed with the rank under MPI, and ends the whole run (under MPI the job) with a non-zero exit code: a test
@@ -8,6 +8,7 @@ that hangs inside a collective cannot be interrupted and skipped.
 import faulthandler
 import gc
 import os
+import shlex
 import sys
 import tempfile
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from extent import LEVEL
 
 DEFAULT_TIMEOUT_S = 120.0
 # After its own report a rank waits so long for the others' before it ends the job.
@@ -29,6 +31,13 @@ def rank_prefix() -> str:
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized() or mpi.COMM_WORLD.size == 1:
         return ""
     return f"[rank {mpi.COMM_WORLD.rank}] "
+
+
+def again(test: str) -> str:
+    """The command that runs one test alone in the way in which it ran now."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    ranks = mpi.COMM_WORLD.size if test.startswith("tests/mpi/") and mpi is not None else None
+    return f"again: {f'MPITRAIN_TEST_NP={ranks} ' if ranks else ''}./mpirun/test {shlex.quote(test)}"
 
 
 class Watchdog:
@@ -66,7 +75,7 @@ class Watchdog:
         os._exit(1)
 
     def _end(self, test: str, timeout_s: float) -> None:
-        self.report(f"watchdog: {test} has not ended after {timeout_s:g} s; all threads:")
+        self.report(f"watchdog: {test} has not ended after {timeout_s:g} s; {again(test)}; all threads:")
         # the other ranks hang in the same test and are about to report it too
         time.sleep(REPORT_GRACE_S)
         self.end_job()
@@ -79,6 +88,20 @@ def pytest_configure(config: pytest.Config) -> None:
     # What the user has measured is not to decide what the tests run: this folder holds the compiled codec alone.
     os.environ["MPITRAIN_CACHE_DIR"] = os.path.join(os.path.dirname(__file__), "cache")
     config.stash[watchdog_key] = Watchdog()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if LEVEL != "all":
+        left_out = [item for item in items if (item.get_closest_marker("rest") is None) != (LEVEL == "core")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if (item.get_closest_marker("rest") is None) == (LEVEL == "core")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    for test in dict.fromkeys(report.nodeid for report in failed):
+        terminalreporter.write_line(again(test))
 
 
 def pytest_collection_finish() -> None:

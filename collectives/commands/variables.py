@@ -49,7 +49,8 @@ STOP_ASKED | 1: SIGUSR1 came before the supervisor could hear it | none | elasti
 STOP_FILE | file whose existence is a request to stop, made before the ranks could hear a signal | none | train, elastic
 SUPERVISOR | marks the processes of a supervised launch, so that the sweep after a failure finds them | none | elastic
 TEST_FULL | 1: the tests run all cases | short | test
-TEST_NP | the numbers of ranks of the MPI tests | `1 2 3 4` | test
+TEST_LEVEL | `core`, `rest` or `all`: which tests pytest selects | `all` | test
+TEST_NP | the numbers of ranks of the MPI tests | `1 2 3 4`, core: `2 4` | test
 TTY | 1: the job's output is a terminal, 0: it is none | asks the system | train
 """  # noqa: E501
 

@@ -37,7 +37,9 @@ def test_the_list_of_pages_has_each_once() -> None:
 
 def test_the_places_of_the_architecture_exist() -> None:
     """A file or folder may be named without the folders that it is in."""
-    paths = [path for package in ("collectives", "ckpt", "mpitrain") for path in (ROOT / package).rglob("*")]
+    paths = [
+        path for package in ("collectives", "ckpt", "mpitrain", "benchmarks") for path in (ROOT / package).rglob("*")
+    ]
     known = {
         f"/{path.relative_to(ROOT).as_posix()}{'/' if path.is_dir() else ''}" for path in (*paths, ROOT / "mpirun")
     }

@@ -6,6 +6,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FULL = os.environ.get("MPITRAIN_TEST_FULL") == "1"
+LEVEL = os.environ.pop("MPITRAIN_TEST_LEVEL", "all")
+"""core: the tests that are not marked `rest`; rest: those that are; all: both. A run of pytest that a test starts is not to get it."""
 
 
 def extent(short: T, full: T) -> T:

@@ -328,7 +328,7 @@ def test_a_batch_script_starts_the_ranks_by_srun_unless_it_is_asked_to_stop_befo
 def test_test_refuses_an_unknown_part(checkout: Path) -> None:
     result = run([checkout / "mpirun/test", "units"], cwd=checkout)
     assert result.returncode == 1, str(result)
-    assert "expected lint, types, unit, mpi, mpich or launch" in result.stderr
+    assert "expected lint, types, unit, mpi, mpich, launch or docs" in result.stderr
 
 
 def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None:
@@ -348,12 +348,48 @@ def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None
         )
     for folder in ("fuzz", "unit/data"):
         (checkout / "tests" / folder).mkdir()
-    result = run([checkout / "mpirun/test", "unit", "mpi", "launch"], cwd=checkout, env={"MPITRAIN_TEST_NP": "1"})
+    result = run(
+        [checkout / "mpirun/test", "unit", "mpi", "launch", "docs"], cwd=checkout, env={"MPITRAIN_TEST_NP": "1"}
+    )
     assert result.returncode == 1, str(result)
     assert (result.stdout.count("1 failed in"), result.stdout.count("1 passed in")) == (2, 4), str(result)
     at_the_end = result.stdout.rpartition("1 passed in")[2]
     assert at_the_end.count("E       assert False") == at_the_end.count("\nFAILED tests/") == 2, str(result)
-    assert result.stderr.endswith("test: FAILED: unit of the rest,launch\n"), str(result)
+    assert re.search(r"^test: part 3 of 4: launch, after 0 min \d+ s(; beside it: .*)?$", result.stderr, re.MULTILINE), str(result)
+    assert re.search(r"test: FAILED after 0 min \d+ s: unit of the rest,launch\n$", result.stderr), str(result)
+
+
+LEVELS = """
+import pytest
+
+@pytest.mark.rest
+def test_slow():
+    assert False
+
+def test_quick():
+    pass
+"""
+
+
+def test_levels_and_the_command_for_one_test_again(checkout: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    for name in ("tests/conftest.py", "tests/helpers/extent.py"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    (checkout / "tests/unit").mkdir()
+    (checkout / "tests/fuzz").mkdir()
+    (checkout / "tests/unit/test_two.py").write_text(LEVELS)
+
+    def tests(*words: str) -> Result:
+        return run([checkout / "mpirun/test", *words], cwd=checkout)
+
+    core, rest = tests("unit"), tests("rest", "unit")
+    assert core.returncode == 0 and "1 passed, 1 deselected in" in core.stdout, str(core)
+    assert rest.returncode == 1 and "1 failed, 1 deselected in" in rest.stdout, str(rest)
+    again = "./mpirun/test tests/unit/test_two.py::test_slow"
+    assert f"\nagain: {again}\n" in rest.stdout.rpartition("what failed")[2], str(rest)
+    result = tests(*again.split()[1:])
+    assert result.returncode == 1 and "1 failed in" in result.stdout, str(result)
 
 
 def test_setup_refuses_an_old_python(checkout: Path) -> None:

@@ -92,6 +92,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if config.stash[ranks_key].comm.size != (2 if has_its_ranks(item, 2) else 4):
+            item.add_marker("rest")  # the core runs a test on one number of ranks
     left_out = {item.nodeid for item in items if not (FULL or has_its_ranks(item, config.stash[ranks_key].comm.size))}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]

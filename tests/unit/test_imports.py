@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STOREYS = ["collectives", "ckpt", "mpitrain"]  # from the ground up
+STOREYS = ["collectives", "ckpt", "mpitrain", "benchmarks"]  # from the ground up
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 from collectives.commands.variables import OTHERS, VARIABLES, table
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("collectives", "ckpt", "mpitrain", "mpirun", "examples")
+SOURCES = ("collectives", "ckpt", "mpitrain", "benchmarks", "mpirun", "examples")
 NO_VARIABLES = {"MPITRAIN_PACK_VALUES"}
 """A mark in a file."""
 NAME = r"[A-Z][A-Z0-9]+(?:_[A-Za-z0-9]+)*"

@@ -231,7 +231,9 @@ def test_programs_do_not_import_from_the_current_folder(tmp_path: Path) -> None:
     assert words(away, "import sys; sys.path.append(''); import mine; ") == ["-m", "x"], (
         "the user's module came from there"
     )
-    sources = [path for package in ("collectives", "ckpt", "mpitrain") for path in (ROOT / package).rglob("*.py")]
+    sources = [
+        path for package in ("collectives", "ckpt", "mpitrain", "benchmarks") for path in (ROOT / package).rglob("*.py")
+    ]
     assert len(sources) > 300
     others = [path for path in sources if re.search(r'sys\.executable,\s*"-m"', path.read_text())]
     assert not others, "collectives.programs makes these commands"
