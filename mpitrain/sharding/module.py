@@ -17,11 +17,11 @@ from mpitrain.sharding.setup.blocks import has_forward
 from mpitrain.sharding.setup.foreign import refuse_wrapping
 from mpitrain.sharding.setup.readiness import check_ready
 from mpitrain.sharding.slices.rounds import Slices
+from mpitrain.sharding.step.changes import check_added
 from mpitrain.sharding.step.checks.reach import outside, refuse_gradient
 from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.step.step import TrainingStep
-from mpitrain.sharding.step.tree import check_added
-from mpitrain.sharding.unit.guards import Guards
+from mpitrain.sharding.unit.parameter import Guards
 from mpitrain.sharding.unit.registry import enter_parts, kind_of, root_of, sharded_params, unit_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
 from mpitrain.sharding.unit.unit import Unit, UnitState

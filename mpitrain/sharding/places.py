@@ -5,7 +5,7 @@ The words cost a call no time, because a report reads the stack of a rank (colle
 
 from collectives.diagnosis import stacks
 from mpitrain.sharding.module import ShardedModule
-from mpitrain.sharding.step.fences import Fence
+from mpitrain.sharding.step.changes import Fence
 from mpitrain.sharding.step.reducer import Reducer
 from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.unit.registry import kind_of

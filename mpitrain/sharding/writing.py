@@ -11,7 +11,7 @@ from collectives import Communicator
 from mpitrain.placement.agreement import digest
 from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.setup.readiness import some
-from mpitrain.sharding.step.checks.full_writes import fates_of
+from mpitrain.sharding.step.changes import fates_of
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.sharding.unit.parameter import ShardedParameter

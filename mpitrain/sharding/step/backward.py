@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from collectives import Communicator
-from mpitrain.sharding.step.nodes import Call, Place
+from mpitrain.sharding.step.calls import Call, Place
 from mpitrain.sharding.step.route import Route
 from mpitrain.sharding.step.state import Graph, Phase, StepState
 from mpitrain.sharding.unit.gradients import Gradients

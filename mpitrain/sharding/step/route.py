@@ -1,7 +1,7 @@
 """The route of a backward through sharded models, found in autograd's graph before the backward begins.
 
 [Note: route] torch's `backward` and `grad` first call `find_routes`. It follows the graph from the outputs, about 3 us per node, and
-finds for each call of a unit's module ([Note: nodes of a call] in nodes.py):
+finds for each call of a unit's module ([Note: nodes of a call] in calls.py):
 - its entries: nodes at which the backward comes into the call. Before the first one runs, the unit is unsharded. However an activation
   left its block (as the output, changed in place, in an object, kept by a hook), its gradient comes in through one of these nodes.
 - its exits: nodes from which the backward goes to others than the unit's own parameters. When all have run and the parameters have
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from mpitrain.sharding.step.nodes import Call, Model, finder
+from mpitrain.sharding.step.calls import Call, Model, finder
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.unit import Unit
 from mpitrain.torch_glue.torch_internals import leaf_of

@@ -14,16 +14,13 @@ from mpitrain.placement.parts import stage_of
 from mpitrain.plans.draws import mark_places
 from mpitrain.sharding.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.slices.buffers import SliceBuffers
-from mpitrain.sharding.step.checks.full_writes import FullWrites
+from mpitrain.sharding.step.calls import Call, Place, forget_calls
+from mpitrain.sharding.step.changes import Fence, FullWrites, Tree
 from mpitrain.sharding.step.checks.same_inputs import SameInputs
-from mpitrain.sharding.step.fences import Fence
-from mpitrain.sharding.step.gather_order import Gathers
-from mpitrain.sharding.step.nodes import Call, Place, forget_calls
-from mpitrain.sharding.step.prefetch import Prefetch
+from mpitrain.sharding.step.gathers import Gathers, Prefetch
 from mpitrain.sharding.step.reducer import Reducer
 from mpitrain.sharding.step.reruns import Reruns
 from mpitrain.sharding.step.route import Route
-from mpitrain.sharding.step.tree import Tree
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import unit_of
 from mpitrain.sharding.unit.unit import Unit, UnitState

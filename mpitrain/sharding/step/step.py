@@ -9,7 +9,7 @@ A parameter between two forwards (unit/storage.py says which full parameters are
    full parameters that last after the outermost forward.
 4. A backward follows a route ([Note: route] in route.py). `_begin_backward` unshards the units that last. Before the backward comes
    into a call of a module, `_enter` unshards any other unit. `_complete` or `_end_backward` reshards them, and `close` those that last.
-5. The optimizer writes the shards, those in resident memory after a fence (fences.py). The next forward fills full parameters.
+5. The optimizer writes the shards, those in resident memory after a fence (changes.py). The next forward fills full parameters.
 
 A gradient between autograd and the optimizer:
 1. autograd stores the full gradient in `.grad` of the full parameter, and its hook calls `on_gradient`.
@@ -36,11 +36,10 @@ from torch import nn
 
 from mpitrain.plans.draws import seeded_at_places
 from mpitrain.sharding.ranks import DataParallelRanks
-from mpitrain.sharding.step.arguments import aligned, cast, tensors_in
 from mpitrain.sharding.step.backward import Backwards
+from mpitrain.sharding.step.calls import Call, aligned, cast, tensors_in
 from mpitrain.sharding.step.checks.reach import check_error, check_graph, outside
 from mpitrain.sharding.step.checks.watch import Watch
-from mpitrain.sharding.step.nodes import Call
 from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase
 from mpitrain.sharding.unit.unit import Unit, UnitState
@@ -192,7 +191,7 @@ class TrainingStep(Backwards):
         return Watch(self.units, self._tree.module)
 
     def open(self) -> None:
-        """Called before the outermost forward: see [Note: fences] in fences.py. First cleans up after an earlier exception."""
+        """Called before the outermost forward: see [Note: fences] in changes.py. First cleans up after an earlier exception."""
         if self.phase is not Phase.IDLE:
             self.reset()
         self.reducer.give_up()
@@ -252,7 +251,7 @@ class TrainingStep(Backwards):
             self._slice_buffers.forget()
 
     def settle(self) -> None:
-        """Called before shards are returned to the user or written: see [Note: fence put off] in fences.py. Not collective."""
+        """Called before shards are returned to the user or written: see [Note: fence put off] in changes.py. Not collective."""
         self._fence.settle()
 
     def tidy(self) -> None:

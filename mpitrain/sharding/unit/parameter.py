@@ -1,7 +1,15 @@
-"""One sharded parameter."""
+"""One sharded parameter, and the guards of the modules that use it.
 
+[Note: guards] While modules show shards, a call of one of them must not compute with this rank's rows in place of the parameters. A
+guard takes the place of a module's `forward`, as an attribute of the module, from `put` to `lift`. So it is there only while the module
+shows shards. In a forward the modules are as the user made them: no call takes longer, torch's compiler sees no code of ours, and
+torch's fast paths (such as that of nn.TransformerEncoderLayer), which hooks would turn off, stay.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -59,3 +67,117 @@ def functional_call(name: str) -> str:
         "own rows between forwards; call it inside `with mpitrain.unshard(model, write=True):`, where named_parameters() gives whole "
         "parameters and a forward is that of the plain model"
     )
+
+
+Outside = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""What a call does while the module shows shards: `outside(module, forward, args, kwargs)`."""
+
+
+class Guard:
+    """In the place of the `forward` of `module`. `attribute`: the module's own attribute of that name; None: its class has the method.
+
+    References are weak, so that a model without other references is freed at once.
+    """
+
+    def __init__(self, guards: "Guards", module: nn.Module, attribute: Callable[..., Any] | None) -> None:
+        self.attribute = attribute
+        self._guards, self._module = weakref.ref(guards), weakref.ref(module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, which `inspect.signature` reads."""
+        module = self._module()
+        found: Callable[..., Any] = self.attribute or type(module).forward.__get__(module)  # type: ignore[union-attr]
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        guards, module = self._guards(), self._module()
+        if (
+            guards is None or guards.are_lifted
+        ):  # code that has kept this guard, as a wrapper does, calls it in a forward
+            return self.__wrapped__(*args, **kwargs)
+        assert module is not None
+        return guards.outside(module, self.__wrapped__, args, kwargs)
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether the guard is that of a module, and not one that the user has put there from another module."""
+        return self._module() is module
+
+    def over(self, module: nn.Module, attribute: Callable[..., Any] | None) -> "Guard":
+        """A guard of the same unit for another forward."""
+        guards = self._guards()
+        assert guards is not None
+        return Guard(guards, module, attribute)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a part of a sharded model cannot be copied, because this rank has only its own rows; copy it before fully_shard, or "
+            "within `with mpitrain.unshard(model):`"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a part of a sharded model cannot be pickled; use mpitrain.save, or mpitrain.full_state_dict")
+
+
+class Guards:
+    """The guards of one unit. `modules`: those that use its parameters, or that have such a module in them."""
+
+    def __init__(self, modules: Sequence[nn.Module], outside: Outside) -> None:
+        self.outside = outside
+        self.are_lifted = True
+        self.entries: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """The modules whose calls `register_forward_method` has made forwards."""
+        self._modules = [weakref.ref(module) for module in modules]
+        self._guards = [Guard(self, module, vars(module).get("forward")) for module in modules]
+
+    def has(self, module: nn.Module) -> bool:
+        """Whether a module is guarded."""
+        return any(reference() is module for reference in self._modules)
+
+    def put(self) -> None:
+        """Guard the modules, because they show shards."""
+        if not self.are_lifted:
+            return
+        self.are_lifted = False
+        for index, module, place, guard in self._each():
+            now = place.get("forward")
+            if now is not guard and now is not guard.attribute:  # the user has replaced the forward
+                self._guards[index] = guard = Guard(self, module, now)
+            place["forward"] = guard
+
+    def lift(self) -> None:
+        """Give the modules their own `forward` back."""
+        if self.are_lifted:
+            return
+        self.are_lifted = True
+        for _, _, place, guard in self._each():
+            if place.get("forward") is not guard:
+                continue  # the user's
+            if guard.attribute is None:
+                del place["forward"]
+            else:
+                place["forward"] = guard.attribute
+
+    def _each(self) -> Iterator[tuple[int, nn.Module, dict[str, Any], Guard]]:
+        """Each module with its attributes and its guard: the one in its place, because the user may have put an earlier one back."""
+        for index, reference in enumerate(self._modules):
+            module, guard = reference(), self._guards[index]
+            if module is None:
+                continue  # the user has removed it from the model
+            place = vars(module)
+            now = place.get("forward")
+            if now is not guard and isinstance(now, Guard) and now.is_of(module):
+                self._guards[index] = guard = now
+            yield index, module, place, guard
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward without a guard."""
+    now = vars(module).get("forward")
+    return now.__wrapped__ if isinstance(now, Guard) else module.forward
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a module another forward, beneath its guard."""
+    now = vars(module).get("forward")
+    module.forward = now.over(module, forward) if isinstance(now, Guard) else forward

@@ -152,7 +152,7 @@ class Kept(Storage):
 
 
 class Resident(Kept):
-    """A copy on each node, in memory that its ranks share. [Note: fences] in fences.py tells when a rank may write to it."""
+    """A copy on each node, in memory that its ranks share. [Note: fences] in changes.py tells when a rank may write to it."""
 
     kind: Kind = "resident"
 

@@ -22,8 +22,7 @@ from torch import nn
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
-from mpitrain.sharding.unit.guards import Guards
-from mpitrain.sharding.unit.parameter import ShardedParameter
+from mpitrain.sharding.unit.parameter import Guards, ShardedParameter
 from mpitrain.sharding.unit.policy import MixedPrecisionPolicy
 from mpitrain.torch_glue.torch_internals import storage_of
 

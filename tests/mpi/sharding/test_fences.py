@@ -1,4 +1,4 @@
-"""No rank reads a parameter while another one writes it, however slow some are: see [Note: fences] in sharding/step/fences.py."""
+"""No rank reads a parameter while another one writes it, however slow some are: see [Note: fences] in sharding/step/changes.py."""
 
 import copy
 import random

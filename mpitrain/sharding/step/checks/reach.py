@@ -2,7 +2,7 @@
 
 There a module shows its shards, and the code computes with this rank's rows. Mostly torch then raises an error about shapes. If the
 shapes fit by chance (rows of an embedding), the result is wrong. Four checks find such code, as far as it can be found:
-- A guard (unit/guards.py) sees the call of a module that shows shards.
+- A guard (unit/parameter.py) sees the call of a module that shows shards.
 - `refuse_gradient` sees a backward that reaches a shard.
 - In private storage `check_graph` and `check_error` look at the root's forward, and name the module that is to be called.
 - In private storage `Watch` (watch.py) sees reads of freed memory, through a view that somebody has kept, and of shards. It watches
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mpitrain.placement.marks import box_of
-from mpitrain.sharding.step.arguments import tensors_in
+from mpitrain.sharding.step.calls import tensors_in
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.registry import find, kind_of, root_of, unit_of
 from mpitrain.sharding.unit.unit import Unit

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
-from mpitrain.sharding.step.checks.full_writes import REMEDY
+from mpitrain.sharding.step.changes import REMEDY
 from mpitrain.sharding.step.checks.reach import owner_of, used_outside
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter

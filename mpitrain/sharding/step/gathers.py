@@ -1,9 +1,16 @@
-"""Prefetch: gathers that begin before their unit is used, in the order of the last step.
+"""The gathers of a step: those that begin before their unit is used, and a check that all ranks gather the same units in one order.
 
-DeepSpeed's `stage3_prefetch_bucket_size` (zero/partitioned_param_coordinator.py) does the same, and FSDP2's
-`set_modules_to_forward_prefetch` by hand. The recorded order and the units gathered since decide when a gather begins. Both are the
-same on all ranks, and time has no influence. So all ranks issue the same collectives in the same order.
+Prefetch follows the order of the last step. DeepSpeed's `stage3_prefetch_bucket_size` (zero/partitioned_param_coordinator.py) does the
+same, and FSDP2's `set_modules_to_forward_prefetch` by hand. The recorded order and the units gathered since decide when a gather
+begins. Both are the same on all ranks, and time has no influence. So all ranks issue the same collectives in the same order.
+
+Without the check, parameters of different units could mix unnoticed.
 """
+
+import zlib
+from collections.abc import Sequence
+
+import torch
 
 from mpitrain.sharding.unit.unit import Unit, UnitState
 
@@ -79,3 +86,35 @@ class Prefetch:
         for unit in self._ahead:
             unit.reshard()
         self._ahead.clear()
+
+
+class Gathers:
+    """A checksum of the order in which this rank has gathered `units` since the last comparison of the ranks."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._numbers = {id(unit): number for number, unit in enumerate(units)}
+        self._checksum = 0
+
+    def note(self, unit: Unit) -> None:
+        """Record that this rank has gathered a unit."""
+        self._checksum = zlib.crc32(self._numbers[id(unit)].to_bytes(4), self._checksum)
+
+    def both_ways(self) -> list[int]:
+        """The checksum's bytes and their complements: the maximum over the ranks shows whether all checksums are equal."""
+        mine = self._checksum.to_bytes(4)
+        return [*mine, *(255 - byte for byte in mine)]
+
+    def forget(self) -> None:
+        """Reset the checksum."""
+        self._checksum = 0
+
+    def check(self, most: torch.Tensor) -> None:
+        """RuntimeError on all ranks if the checksums differ. `most`: the maximum of all ranks' `both_ways`."""
+        highest, lowest = most.tensor_split(2)
+        self.forget()
+        if not torch.equal(highest, 255 - lowest):
+            raise RuntimeError(
+                "the ranks ran different sharded modules, or in different orders, so gathered parameters and results are wrong: "
+                "all ranks must run the same modules in private storage; shard modules that differ between ranks (experts) as one, by "
+                "fully_shard(their_parent, units='one') first, or pass storage='resident'"
+            )
