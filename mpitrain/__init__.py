@@ -127,5 +127,6 @@ def __getattr__(name: str) -> Any:
     if name in _FOLDERS:
         return import_module(f"{__name__}.{name}")
     if name in __all__:
-        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'sharding')}"), name)
+        globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'sharding')}"), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

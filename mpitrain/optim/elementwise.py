@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Adam
 
-from mpitrain.placement.spread import spread_of
+from mpitrain.placement.marks import spread_of
 from mpitrain.torch_glue.uncompiled import Uncompiled, plain
 
 UNIT_BYTES = 64

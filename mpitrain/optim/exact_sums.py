@@ -32,7 +32,7 @@ SLOTS = _NUM_DIGITS + 1
 def block_sums(tensors: Sequence[torch.Tensor | None], order: float = 2.0) -> list[np.ndarray]:
     """For each tensor the sums of `|element| ** order` of its blocks: float64, on the host, which waits once for each other device.
 
-    A tensor is a matrix of rows of which no rank has a part: see `rows_of` in spread.py. None has no blocks.
+    A tensor is a matrix of rows of which no rank has a part: see `rows_of` in marks.py. None has no blocks.
     """
     found: list[np.ndarray] = [np.empty(0)] * len(tensors)
     on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}

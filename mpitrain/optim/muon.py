@@ -20,7 +20,7 @@ from mpitrain.optim.optimizer_checks import check_ranks
 from mpitrain.optim.owners import Matrix
 from mpitrain.optim.whole_matrices import WholeMatrices
 from mpitrain.placement.agreement import check_alike
-from mpitrain.placement.spread import pieces_of, spread_of
+from mpitrain.placement.marks import pieces_of, spread_of
 from mpitrain.torch_glue.uncompiled import Uncompiled
 
 Group = dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 
 from collectives import Communicator
 from mpitrain.optim.exact_sums import block_sums, to_digits, to_float
-from mpitrain.placement.spread import SumRanks, counts_in_sums, rows_of, sum_ranks_of
+from mpitrain.placement.marks import SumRanks, counts_in_sums, rows_of, sum_ranks_of
 
 
 class Spent:

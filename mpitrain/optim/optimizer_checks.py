@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from collectives import Communicator, launched_rank
 from mpitrain.optim.elementwise import WholeVectors
 from mpitrain.placement.agreement import check_alike
-from mpitrain.placement.spread import first_cut, replaced, spread_of
+from mpitrain.placement.marks import first_cut, replaced, spread_of
 from mpitrain.torch_glue.torch_internals import keep_compiler_out, not_compiled
 
 # Optimizers, by name because most are in other packages, that take norms, means or products of a whole matrix or of all parameters.

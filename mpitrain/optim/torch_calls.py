@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from mpitrain.optim.norms import norm_of, parts_of
-from mpitrain.placement.spread import all_spread, everyone_of, is_ordered, sum_ranks_of
+from mpitrain.placement.marks import all_spread, everyone_of, is_ordered, sum_ranks_of
 
 
 @functools.cache
@@ -40,11 +40,18 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> None:
         )
         return
 
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return call(original, *args, **kwargs)
+    replaced = functools.update_wrapper(functools.partial(call, original), original)
+    setattr(owner, name, _method(replaced) if isinstance(owner, type) else replaced)
 
-    setattr(owner, name, replaced)
+
+def _method(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` as a function, which becomes a method of a class, as a partial object does not."""
+
+    @functools.wraps(call)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return method
 
 
 def _total_norm(

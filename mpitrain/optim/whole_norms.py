@@ -8,8 +8,8 @@ import torch
 from collectives import Communicator
 from mpitrain.optim.exact_sums import block_sums, to_digits, to_float
 from mpitrain.optim.norms import reduce
+from mpitrain.placement.marks import counts_in_norms, is_ordered, rows_of, spread_of
 from mpitrain.placement.parts import part_of
-from mpitrain.placement.spread import counts_in_norms, is_ordered, rows_of, spread_of
 
 _CHUNK = 1 << 15
 """Elements whose squares are added in float32. On CPUs torch's own norm adds all in float32: 8 M elements are off by 2e-4."""

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 import collectives
 from collectives import Communicator
 from mpitrain.placement.agreement import check_alike
-from mpitrain.placement.spread import spread_of
+from mpitrain.placement.marks import spread_of
 from mpitrain.torch_glue.torch_internals import keep_compiler_out, not_compiled
 
 _aten = torch.ops.aten

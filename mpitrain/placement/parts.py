@@ -26,6 +26,19 @@ class Box(NamedTuple):
         return prod(self.shape)
 
 
+class ShardBox(NamedTuple):
+    """A rank's part of a parameter: `shape` at `offset` in the full `full_shape`; elements `start`, ... of the flat buffer."""
+
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
 class Piece(NamedTuple):
     """`box` of a whole parameter, which is at the indices `place` of the tensor that has it."""
 

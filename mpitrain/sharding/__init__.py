@@ -23,7 +23,7 @@ from mpitrain.sharding.optim.scaler import GradScaler
 from mpitrain.sharding.overview import num_parameters, summary
 from mpitrain.sharding.places import name_places
 from mpitrain.sharding.unit.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from mpitrain.sharding.unit.registry import sharded_over, sharded_params
+from mpitrain.sharding.unit.unit import sharded_over, sharded_params
 
 __all__ = [
     "EMA",

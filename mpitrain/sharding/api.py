@@ -17,19 +17,16 @@ from torch import nn
 from collectives import Communicator, Mesh, launched_rank
 from collectives.transports.node.anonymous import ShortOfMemoryError
 from mpitrain.placement.agreement import check_alike
-from mpitrain.placement.marks import box_of, is_ignored, mark_ignored, name_before
+from mpitrain.placement.marks import box_of, is_ignored, mark_ignored, mark_renamed, mark_replaced, name_before
 from mpitrain.placement.parts import Part, part_of, tensor_ranks_of
-from mpitrain.placement.spread import mark_renamed, mark_replaced
-from mpitrain.sharding.methods import register_generate
+from mpitrain.sharding.methods import leave_fast_path, refuse_methods, register_generate
 from mpitrain.sharding.module import ShardedModule, guard, sharded_kind
 from mpitrain.sharding.optim.before_step import watch_steps
 from mpitrain.sharding.optim.torch_calls import watch_calls
-from mpitrain.sharding.ranks import DataParallelRanks, WiredGroups, data_parallel_ranks
-from mpitrain.sharding.setup.agreement import REMEDY, described
-from mpitrain.sharding.setup.blocks import stacked_blocks
-from mpitrain.sharding.setup.fast_paths import leave_fast_path
-from mpitrain.sharding.setup.foreign import refuse_methods
+from mpitrain.sharding.ranks import DataParallelRanks, WiredGroups, data_parallel_ranks, group_for_weights, wire_groups
+from mpitrain.sharding.setup.blocks import check_names, stacked_blocks
 from mpitrain.sharding.setup.options import (
+    REMEDY,
     Options,
     check_batch_norms,
     check_dense,
@@ -38,18 +35,16 @@ from mpitrain.sharding.setup.options import (
     check_parts,
     check_slices,
     check_units,
+    described,
 )
-from mpitrain.sharding.setup.readiness import check_names
 from mpitrain.sharding.setup.room import NewUnit, lacks_room, say_private
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import Cut
+from mpitrain.sharding.unit.parameter import guard_shards
 from mpitrain.sharding.unit.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from mpitrain.sharding.unit.registry import enter, kind_of, sharded_params, units_of
-from mpitrain.sharding.unit.rows import guard_shards
 from mpitrain.sharding.unit.storage import Gathered, Kept, Resident, Shapes, Storage
-from mpitrain.sharding.unit.unit import Promise, Unit
-from mpitrain.sharding.unit.wires import group_for_weights, wire_groups
+from mpitrain.sharding.unit.unit import Promise, Unit, enter, kind_of, sharded_params, units_of
 from mpitrain.torch_glue.heap import keep_freed_memory
 from mpitrain.torch_glue.torch_internals import keep_compiler_out
 
@@ -150,7 +145,7 @@ def fully_shard(
     reshards, num_group = _resharding(reshard_after_forward, ranks.shard.size if stage == 3 else None)
     policy = options.policy
     blocks = _blocks(module, options)
-    if blocks or units_of(module):  # with single parts, a name may be of another part: see readiness.py
+    if blocks or units_of(module):  # with single parts, a name may be of another part: see blocks.py
         check_names(module, policy.keep_fp32)
 
     slices_of_step = Slices.of(options.slices, ranks) if options.slices else None
@@ -184,7 +179,7 @@ def fully_shard(
                 mark_ignored(param, name, ranks, is_ordered=bool(options.slices))
         unit.reshard()
         enter(unit)
-        guard_shards(unit)
+        guard_shards(unit.params)
         part.__class__ = sharded_kind(type(part))
         part._unit = unit  # type: ignore[assignment]
         guard(part)  # type: ignore[arg-type]
@@ -386,7 +381,7 @@ def _ranks_alike(part: Part | None, *, is_lossy: bool) -> tuple[bool, Communicat
     """Whether several stages hold a parameter alike, and the tensor-parallel ranks that do so, if the wire could make it differ.
 
     In a buffer of its own such a parameter has the same rows on each of these ranks, whatever else they have, and the errors of a wire
-    are the same, too ([Note: alike] in wires.py).
+    are the same, too ([Note: alike] in ranks.py).
     """
     copies = None if part is None or not is_lossy else part.copies
     return part is not None and part.tied is not None, copies if copies is not None and copies.size > 1 else None

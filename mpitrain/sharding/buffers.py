@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt.views import plain, shares_elements
-from mpitrain.sharding.unit.registry import sharded_over, slices_of, units_of
+from mpitrain.sharding.unit.unit import sharded_over, slices_of, units_of
 
 
 def with_memory(model: nn.Module, name: str) -> torch.Tensor:

@@ -21,7 +21,7 @@ from collectives import Communicator
 from mpitrain.placement.parts import ranks_with_input, stages_of
 from mpitrain.sharding.setup.blocks import stacked_blocks
 from mpitrain.sharding.unit.parameter import forward_of, replace_forward
-from mpitrain.sharding.unit.registry import kind_of
+from mpitrain.sharding.unit.unit import kind_of
 
 
 def checkpoint_activations(

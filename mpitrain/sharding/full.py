@@ -7,8 +7,7 @@ from torch import nn
 
 from mpitrain.sharding.module import ShardedModule, sharded_modules, step_of
 from mpitrain.sharding.step.state import Phase
-from mpitrain.sharding.unit.registry import around_of
-from mpitrain.sharding.unit.unit import UnitState
+from mpitrain.sharding.unit.unit import UnitState, around_of
 from mpitrain.sharding.writing import Shown, check_problems, check_unwritten, copies_to_write
 
 

@@ -1,16 +1,18 @@
-"""Methods of a sharded model that compute with full parameters, as its forward does."""
+"""Methods of the modules of a sharded model: those that compute with full parameters, as its forward does, and those of other libraries
+that would be wrong on shards.
+"""
 
 import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from mpitrain.sharding.module import ShardedModule, call_module, outermost
-from mpitrain.sharding.unit.registry import around_of
+from mpitrain.sharding.unit.unit import around_of, unit_of
 
 
 def register_forward_method(module: nn.Module, *names: str) -> None:
@@ -91,3 +93,47 @@ def _register(module: nn.Module, name: str, method: Callable[..., Any], *, no_gr
 
 def _run(owner: ShardedModule, entry: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return call_module(owner, method, args, kwargs, entry=entry)
+
+
+# Methods of other libraries, and of torch
+
+_BEFORE = "call it before fully_shard"
+_MERGE = (
+    "write the adapter, by save_pretrained on rank 0 while all ranks are within `with mpitrain.unshard(model):`, and merge it into an "
+    "unsharded model"
+)
+_REMEDIES = {
+    "resize_token_embeddings": _BEFORE,  # of transformers; it puts new parameters into the model
+    "merge_and_unload": _MERGE,  # the last three are of peft, and write to parameters
+    "merge_adapter": _MERGE,
+    "unmerge_adapter": _MERGE,
+}
+
+
+def refuse_methods(module: nn.Module, *, is_cut: bool) -> None:
+    """Let methods that replace parameters raise TypeError in all parts of a module; with `is_cut`, also methods that write to them."""
+    for path, part in module.named_modules():
+        for method, remedy in _REMEDIES.items():
+            if not callable(getattr(type(part), method, None)) or (remedy is _MERGE and not is_cut):
+                continue
+            param = next((name for name, _ in part.named_parameters(path)), None)
+            if param is not None:
+                text = f"{method}: {param} is sharded, and each rank has only its own rows; {remedy}"
+                setattr(part, method, functools.partial(_refuse, text))
+
+
+def _refuse(text: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise TypeError(text)
+
+
+def leave_fast_path(module: nn.Module) -> None:
+    """Let encoder layers in `module` call those of their parts that are units of their own, in evaluation without gradients too.
+
+    Only in the call of such a part are its parameters full (private storage in stage 3), and only there do inputs get the dtype of
+    `keep_fp32`. Other layers keep the fast path.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and any(
+            unit_of(part) is not None for part in layer.modules() if part is not layer
+        ):
+            layer.activation_relu_or_gelu = 0  # a condition of the fast path; torch reads it for nothing else

@@ -22,9 +22,17 @@ from mpitrain.sharding.step.checks.reach import outside, refuse_gradient
 from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.step.step import TrainingStep
 from mpitrain.sharding.unit.parameter import Guards
-from mpitrain.sharding.unit.registry import enter_parts, kind_of, root_of, sharded_params, unit_of, units_of
 from mpitrain.sharding.unit.rows import mark_model
-from mpitrain.sharding.unit.unit import Unit, UnitState
+from mpitrain.sharding.unit.unit import (
+    Unit,
+    UnitState,
+    enter_parts,
+    kind_of,
+    root_of,
+    sharded_params,
+    unit_of,
+    units_of,
+)
 from mpitrain.torch_glue.torch_internals import keep_compiler_out, not_compiled, set_compiler
 
 
@@ -293,7 +301,7 @@ def _first_step(module: ShardedModule, *, is_entry: bool) -> TrainingStep:
 def guard(module: ShardedModule) -> None:
     """From now on no call of a sharded module or of its plain parts computes with shards, and no gradient goes into shards."""
     for param in module._unit.params:
-        param.refusal = refuse_gradient(param)
+        param.guard_gradient(refuse_gradient)
     plain = enter_parts(module)
     users = [
         part for part in plain if has_forward(part) and any(box_of(param) is not None for param in part.parameters())

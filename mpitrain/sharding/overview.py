@@ -11,7 +11,7 @@ from torch import nn
 from collectives.texts import show_bytes
 from mpitrain.placement.marks import box_of
 from mpitrain.placement.parts import part_of
-from mpitrain.sharding.unit.registry import kind_of, params_by_shard, unit_of
+from mpitrain.sharding.unit.unit import kind_of, params_by_shard, unit_of
 
 
 def num_parameters(model: nn.Module, *, trained_only: bool = False) -> int:

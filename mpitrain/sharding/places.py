@@ -8,7 +8,7 @@ from mpitrain.sharding.module import ShardedModule
 from mpitrain.sharding.step.changes import Fence
 from mpitrain.sharding.step.reducer import Reducer
 from mpitrain.sharding.step.step import TrainingStep
-from mpitrain.sharding.unit.registry import kind_of
+from mpitrain.sharding.unit.unit import kind_of
 
 
 def name_places() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.slices.rounds import Round, Slices
 from mpitrain.sharding.slices.tree import tree_sum
-from mpitrain.sharding.unit.registry import sharded_over, slices_of
+from mpitrain.sharding.unit.unit import sharded_over, slices_of
 
 
 def rounds(model: nn.Module) -> Iterator[Round]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from mpitrain.sharding.step.step import living_steps
+from mpitrain.sharding.step.backward import living_steps
 
 
 @torch.no_grad()

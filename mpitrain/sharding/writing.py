@@ -15,7 +15,7 @@ from mpitrain.sharding.step.changes import fates_of
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import diloco_of, root_of, unit_of
+from mpitrain.sharding.unit.unit import diloco_of, root_of, unit_of
 from mpitrain.torch_glue.torch_internals import count_writes
 
 

@@ -20,7 +20,7 @@ from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.placement import parts
 from mpitrain.placement.agreement import check_alike
-from mpitrain.placement.spread import spread_of
+from mpitrain.placement.marks import spread_of
 from mpitrain.plans.stage_plan import StagePlan
 from mpitrain.plans.transformers_plan import stage_plan_of_transformers
 from mpitrain.stages.division import costs_of

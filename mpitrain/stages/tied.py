@@ -18,8 +18,8 @@ from torch import nn
 from collectives import Communicator, Work
 from mpitrain.placement import parts
 from mpitrain.placement.axes import group_among, group_of
+from mpitrain.placement.marks import mark_cut, mark_replaced
 from mpitrain.placement.part_tensor import watch_state_dicts
-from mpitrain.placement.spread import mark_cut, mark_replaced
 from mpitrain.stages.schedules import Schedule
 
 

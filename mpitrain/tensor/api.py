@@ -12,9 +12,9 @@ from mpitrain.optim.optimizer_checks import watch_optimizers
 from mpitrain.optim.torch_calls import watch_norms
 from mpitrain.placement import parts
 from mpitrain.placement.agreement import check_alike
+from mpitrain.placement.marks import mark_cut, mark_replaced, spread_of
 from mpitrain.placement.part_tensor import watch_state_dicts
 from mpitrain.placement.parts import Part
-from mpitrain.placement.spread import mark_cut, mark_replaced, spread_of
 from mpitrain.placement.stage_streams import SplitStream, mark_split, stream_of_stages
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts

@@ -9,7 +9,7 @@ import ckpt
 from mpitrain.placement.parts import Part, part_of
 from mpitrain.sharding.ranks import SHARD
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import params_by_shard
+from mpitrain.sharding.unit.unit import params_by_shard
 from mpitrain.weights.targets import is_copy_of
 
 

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from mpitrain.placement.fills import Init, fill_, fill_box_
-from mpitrain.placement.marks import box_of
+from mpitrain.placement.marks import box_of, mark_cut, mark_replaced
 from mpitrain.placement.parts import part_of
-from mpitrain.placement.spread import mark_cut, mark_replaced
 from mpitrain.sharding.buffers import with_memory
 
 

@@ -31,7 +31,7 @@ from mpitrain.placement.parts import stages_of
 from mpitrain.placement.rank0 import on_rank0
 from mpitrain.sharding import EMA
 from mpitrain.sharding.buffers import lacks_memory, with_memory
-from mpitrain.sharding.unit.registry import compression_of, diloco_of
+from mpitrain.sharding.unit.unit import compression_of, diloco_of
 from mpitrain.weights.agreed import agreed_optimizer
 from mpitrain.weights.buffers import as_on_first_holder, warn_of_differences
 from mpitrain.weights.chosen import Chosen, choose

@@ -15,8 +15,7 @@ from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import diloco_of, params_by_shard, sharded_over, units_of
-from mpitrain.sharding.unit.unit import UnitState
+from mpitrain.sharding.unit.unit import UnitState, diloco_of, params_by_shard, sharded_over, units_of
 from mpitrain.weights.extra_state import is_extra_state
 
 _CHUNK_BYTES = 16 << 20  # sent at a time

@@ -12,7 +12,7 @@ from mpitrain.placement.parts import Part, part_of
 from mpitrain.sharding import sharded_over
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import diloco_of, params_by_shard, units_of
+from mpitrain.sharding.unit.unit import diloco_of, params_by_shard, units_of
 
 
 @dataclass(frozen=True, eq=False)

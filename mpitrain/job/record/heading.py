@@ -7,7 +7,7 @@ import torch
 from collectives import Communicator
 from mpitrain.job.config import Config, ParallelConfig
 from mpitrain.models import LanguageModel, num_parameters
-from mpitrain.sharding.unit.wires import about_one_node
+from mpitrain.sharding.ranks import about_one_node
 
 _EXACT = "fp32"
 

@@ -25,7 +25,7 @@ from mpitrain.job.train.hardware import Hardware, memory_bytes, memory_of_rank
 from mpitrain.job.train.passes import Passes
 from mpitrain.job.train.run import Run
 from mpitrain.models import LanguageModel, flops_per_token, num_parameters
-from mpitrain.sharding.unit.registry import slices_of
+from mpitrain.sharding.unit.unit import slices_of
 
 
 class Observers:

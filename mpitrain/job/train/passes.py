@@ -15,7 +15,7 @@ from mpitrain.models import LanguageModel
 from mpitrain.optim.norms import Spent
 from mpitrain.plans.draws import seed_all
 from mpitrain.sharding.module import steps_of
-from mpitrain.sharding.unit.registry import compression_of, diloco_of
+from mpitrain.sharding.unit.unit import compression_of, diloco_of
 from mpitrain.stages import Pipeline
 from mpitrain.tensor.layers import exchanges_of
 

@@ -9,7 +9,7 @@ from mpitrain.job.health import Health
 from mpitrain.job.train.checkpoints import saving
 from mpitrain.job.train.workload import Workload
 from mpitrain.plans.draws import seed_all
-from mpitrain.sharding.unit.registry import compression_of
+from mpitrain.sharding.unit.unit import compression_of
 from mpitrain.weights.initial_values import initialize
 from mpitrain.weights.state import Collected, Source
 

@@ -20,7 +20,7 @@ from mpitrain.job.train.hardware import Hardware
 from mpitrain.job.train.model import make_diloco, make_model, make_optimizer
 from mpitrain.job.train.steps.stepper import Stepper
 from mpitrain.placement.axes import mesh
-from mpitrain.sharding.unit.registry import slices_of
+from mpitrain.sharding.unit.unit import slices_of
 
 
 class Workload:

@@ -10,7 +10,7 @@ from mpitrain.sharding.compression.top_k import TopK
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import compression_of, diloco_of, params_by_shard, slices_of, units_of
+from mpitrain.sharding.unit.unit import compression_of, diloco_of, params_by_shard, slices_of, units_of
 
 _WHERE = "compression needs whole matrices: call fully_shard with stage=0, or with copies (dp_replicate) and cut='parameters'"
 

@@ -30,8 +30,8 @@ import torch
 from mpitrain.optim.norms import norms_of_each
 from mpitrain.optim.owners import Matrix, assign
 from mpitrain.placement.axes import group_of
+from mpitrain.placement.marks import counts_in_norms
 from mpitrain.placement.parts import part_of
-from mpitrain.placement.spread import counts_in_norms
 from mpitrain.sharding.compression.method import Method
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.unit.gradients import Gradients

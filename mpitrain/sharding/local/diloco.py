@@ -21,13 +21,12 @@ import torch
 from torch import nn
 
 from mpitrain.placement.agreement import check_alike
-from mpitrain.placement.marks import is_ignored, mark_ignored
-from mpitrain.placement.spread import mark_apart
+from mpitrain.placement.marks import is_ignored, mark_apart, mark_ignored
 from mpitrain.sharding.local.outer import OuterParameters
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.swapping import swap_values
 from mpitrain.sharding.unit.flat import FlatParameters
-from mpitrain.sharding.unit.registry import compression_of, diloco_of, sharded_over, slices_of, units_of
+from mpitrain.sharding.unit.unit import compression_of, diloco_of, sharded_over, slices_of, units_of
 
 _log = logging.getLogger("mpitrain")
 

@@ -7,10 +7,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpitrain.optim.optimizer_checks import watch_optimizers
-from mpitrain.placement.marks import box_of
-from mpitrain.placement.spread import first_cut
+from mpitrain.placement.marks import box_of, first_cut
 from mpitrain.sharding.setup.foreign import check_caller
-from mpitrain.sharding.step.step import living_steps
+from mpitrain.sharding.step.backward import living_steps
 from mpitrain.torch_glue.torch_internals import keep_compiler_out, not_compiled
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.optim.exact_sums import SLOTS, block_sums, to_digits, to_float
 from mpitrain.optim.norms import norm_of, norms_of_each, parts_of, reduce
+from mpitrain.placement.marks import counts_in_sums, is_ordered, rows_of, sum_ranks_of
 from mpitrain.placement.parts import stages_of
-from mpitrain.placement.spread import counts_in_sums, is_ordered, rows_of, sum_ranks_of
-from mpitrain.sharding.step.step import check_reduced
+from mpitrain.sharding.step.backward import check_reduced
 
 
 @torch.no_grad()

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from mpitrain.optim.norms import all_finite
-from mpitrain.placement.spread import everyone_of
-from mpitrain.sharding.step.step import check_reduced
-from mpitrain.sharding.unit.registry import compression_of
+from mpitrain.placement.marks import everyone_of
+from mpitrain.sharding.step.backward import check_reduced
+from mpitrain.sharding.unit.unit import compression_of
 
 
 class _Scale(NamedTuple):

@@ -9,11 +9,10 @@ import torch
 from torch.nn.utils import clip_grad
 
 from mpitrain.optim.torch_calls import around, params_of_clip, watch_norms
-from mpitrain.placement.marks import box_of
-from mpitrain.sharding.step.step import check_reduced, routes_of
+from mpitrain.sharding.step.backward import check_reduced, run_backward
 from mpitrain.sharding.unit import rows
-from mpitrain.sharding.unit.registry import all_sharded
-from mpitrain.torch_glue.torch_internals import set_compiler, storage_of
+from mpitrain.sharding.unit.unit import all_sharded
+from mpitrain.torch_glue.torch_internals import storage_of
 
 
 @functools.cache
@@ -23,7 +22,7 @@ def watch_calls() -> None:
     around(clip_grad, "_get_total_norm", _total_norm)
     around(torch.nn.utils, "get_total_norm", _total_norm)
     around(torch.amp.GradScaler, "_unscale_grads_", _unscale)
-    around(torch.autograd, "_engine_run_backward", _run_backward)
+    around(torch.autograd, "_engine_run_backward", run_backward)
     around(torch.optim.Optimizer, "state_dict", rows.state_dict_of)
     around(torch.optim.Optimizer, "load_state_dict", rows.load_state_dict)
     for way in ("_share_fd_cpu_", "_share_filename_cpu_"):
@@ -60,22 +59,3 @@ def _share(process: int, original: Callable[..., Any], storage: torch.UntypedSto
                     "must stay where it is; share a copy (param.detach().clone())"
                 )
     return original(storage, *args)
-
-
-def _run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """A backward, which the steps of the models on its way follow: RuntimeError if a shard is among the inputs that it asks for."""
-    inputs = args[3] if len(args) > 3 else ()
-    asked = {id(tensor) for tensor in inputs if box_of(tensor) is not None}
-    param = next((param for param in all_sharded() if id(param.shard) in asked), None) if asked else None
-    if param is not None:
-        raise RuntimeError(
-            f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is not part of the graph; call "
-            "loss.backward(), after which param.grad has this rank's rows, averaged over the ranks"
-        )
-    compiler = set_compiler(None)  # of a compiled step of training: it would trace the hooks
-    try:
-        with routes_of(outputs, inputs):
-            return original(outputs, *args, **kwargs)
-    finally:
-        if compiler is not None:
-            set_compiler(compiler)

@@ -1,12 +1,18 @@
-"""The parts of a model that become units if the user chooses no parts: the blocks of its stacks."""
+"""The parts of a model that become units if the user chooses no parts: the blocks of its stacks, and the modules of `keep_fp32`.
 
+A call of `fully_shard` for a part does not see the model around it: a name in `keep_fp32` without a module in one block may have one in
+the next block. So the names are checked for a whole model, and again at its first forward (readiness.py).
+"""
+
+import difflib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from mpitrain.placement import parts
-from mpitrain.sharding.unit.registry import kind_of
+from mpitrain.sharding.unit.policy import names
+from mpitrain.sharding.unit.unit import kind_of, unit_of
 
 
 def stacked_blocks(module: nn.Module, *, in_stages: bool = False) -> list[nn.Module]:
@@ -28,6 +34,26 @@ def stacked_blocks(module: nn.Module, *, in_stages: bool = False) -> list[nn.Mod
         if within and all(users[key] == count for key, count in within.items()):
             blocks.append(block)
     return blocks
+
+
+def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
+    """ValueError for a pattern of `keep_fp32` that matches no module of `module`, by its name there or in a sharded part."""
+    left = set(keep_fp32)
+    if not left:
+        return
+    known: set[str] = set()
+    for part in module.modules():
+        if part is module or unit_of(part) is not None:
+            for name, inner in part.named_modules():
+                kind = kind_of(inner)
+                known |= {name, kind.__name__}
+                left -= {pattern for pattern in left if names(pattern, name, kind)}
+    for pattern in sorted(left):
+        near = difflib.get_close_matches(pattern, known, n=1)
+        raise ValueError(
+            f"MixedPrecisionPolicy: keep_fp32 has {pattern!r}, which is neither a class nor a name of a module of this "
+            f"{kind_of(module).__name__}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
 
 
 def has_forward(module: nn.Module) -> bool:

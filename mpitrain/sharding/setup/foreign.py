@@ -1,45 +1,16 @@
 """Errors for operations of other libraries that would be wrong on shards.
 
-The code of these libraries cannot be changed. So the checks are in methods of the model, in an attribute that a library reads, and in
-the optimizer's step.
+The code of these libraries cannot be changed. So the checks are in methods of the model (methods.py), in an attribute that a library
+reads, and in the optimizer's step.
 """
 
 import sys
-from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
 
-from mpitrain.sharding.unit.registry import find
-
-_BEFORE = "call it before fully_shard"
-_MERGE = (
-    "write the adapter, by save_pretrained on rank 0 while all ranks are within `with mpitrain.unshard(model):`, and merge it into an "
-    "unsharded model"
-)
-_REMEDIES = {
-    "resize_token_embeddings": _BEFORE,  # of transformers; it puts new parameters into the model
-    "merge_and_unload": _MERGE,  # the last three are of peft, and write to parameters
-    "merge_adapter": _MERGE,
-    "unmerge_adapter": _MERGE,
-}
-
-
-def refuse_methods(module: nn.Module, *, is_cut: bool) -> None:
-    """Let methods that replace parameters raise TypeError in all parts of a module; with `is_cut`, also methods that write to them."""
-    for path, part in module.named_modules():
-        for method, remedy in _REMEDIES.items():
-            if not callable(getattr(type(part), method, None)) or (remedy is _MERGE and not is_cut):
-                continue
-            param = next((name for name, _ in part.named_parameters(path)), None)
-            if param is not None:
-                text = f"{method}: {param} is sharded, and each rank has only its own rows; {remedy}"
-                setattr(part, method, partial(_refuse, text))
-
-
-def _refuse(text: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise TypeError(text)
+from mpitrain.sharding.unit.unit import find
 
 
 def refuse_wrapping(module: nn.Module) -> NoReturn:

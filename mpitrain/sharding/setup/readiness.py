@@ -1,38 +1,16 @@
 """Checks that need the whole model, and so run at its first forward.
 
-A call of `fully_shard` for a part does not see the model around it: a name in `keep_fp32` without a module in one block may have one in
-the next block, and `ignored_params` may be in other parts. Parameters and buffers from the meta device get values after `fully_shard`.
+A call of `fully_shard` for a part does not see the model around it: what `keep_fp32` and `ignored_params` name may be in other parts.
+Parameters and buffers from the meta device get values after `fully_shard`.
 """
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from collectives import Communicator
-from mpitrain.sharding.unit.policy import names
-from mpitrain.sharding.unit.registry import kind_of, unit_of
-from mpitrain.sharding.unit.unit import Unit
-
-
-def check_names(module: nn.Module, keep_fp32: Iterable[str]) -> None:
-    """ValueError for a pattern of `keep_fp32` that matches no module of `module`, by its name there or in a sharded part."""
-    left = set(keep_fp32)
-    if not left:
-        return
-    known: set[str] = set()
-    for part in module.modules():
-        if part is module or unit_of(part) is not None:
-            for name, inner in part.named_modules():
-                kind = kind_of(inner)
-                known |= {name, kind.__name__}
-                left -= {pattern for pattern in left if names(pattern, name, kind)}
-    for pattern in sorted(left):
-        near = difflib.get_close_matches(pattern, known, n=1)
-        raise ValueError(
-            f"MixedPrecisionPolicy: keep_fp32 has {pattern!r}, which is neither a class nor a name of a module of this "
-            f"{kind_of(module).__name__}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+from mpitrain.sharding.setup.blocks import check_names
+from mpitrain.sharding.unit.unit import Unit, kind_of
 
 
 def check_ready(model: nn.Module, units: Sequence[Unit], comm: Communicator) -> None:

@@ -1,28 +1,40 @@
 """The backwards of one sharded model: which units they unshard and reshard, and when gradients are reduced. step.py has the order."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
 from collectives import Communicator
+from mpitrain.placement.marks import box_of
+from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.step.calls import Call, Place
-from mpitrain.sharding.step.route import Route
+from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase, StepState
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.unit import Unit
+from mpitrain.sharding.unit.unit import Unit, all_sharded
 from mpitrain.torch_glue.torch_internals import (
     at_end_of_backward,
     count_writes,
+    in_backward,
     run_accumulation_hooks,
+    set_compiler,
 )
 
 
 class Backwards(StepState):
     """A step that follows backwards."""
+
+    def __init__(self, root: nn.Module, units: list[Unit], ranks: DataParallelRanks) -> None:
+        super().__init__(root, units, ranks)
+        self._num_watched = 0  # number of the reducer's gradients with hooks
+        self._watch_gradients()
+        _living.add(self)
 
     def _watch_gradients(self) -> None:
         # A hook refers to the step weakly, and to the gradients by a number. Python's garbage collector does not see torch's hooks: a
@@ -152,12 +164,14 @@ class Backwards(StepState):
             self.reducer.compress()
             if self._slice_buffers is not None and is_round:
                 self._slice_buffers.end_round()
-        self.close(is_compared=is_round and not self.ranks.has_replicas)
+        self.close(is_compared=is_round and self._compares_at_end)
         for gradients in self.reducer.done:
             for param, was_used in zip(gradients.params, gradients.was_used, strict=True):
                 if was_used and param.shard.grad is not None and not gradients.is_within_step:
                     run_accumulation_hooks(param.shard)  # not earlier, because these hooks may write to shards
-        self._inputs.warn()
+        if self._inputs is not None and self._inputs.is_over:
+            inputs, self._inputs = self._inputs, None
+            inputs.warn()
 
     def _forget_unused(self) -> None:
         """Set the gradient of parameters that no rank used to None, like plain torch, so that an optimizer skips them.
@@ -171,16 +185,16 @@ class Backwards(StepState):
                 (gradients, index) for index in range(len(gradients.params))
             )
         for comm, its in params.items():
-            order = [] if self.ranks.has_replicas or comm is not self.ranks.data_parallel else self._gathers.both_ways()
-            is_compared = comm is self._trained_together(self.ranks) and comm.size > 1 and not self._inputs.is_over
-            inputs = self._inputs.both_ways() if is_compared else []
+            order = self._gathers.both_ways() if self._compares_at_end and comm is self.ranks.data_parallel else []
+            compared = self._inputs if comm is self._trained_together(self.ranks) and comm.size > 1 else None
+            inputs = [] if compared is None else compared.both_ways()
             used = [gradients.was_used[index] for gradients, index in its]
             message = comm.all_reduce(torch.tensor([*order, *inputs, *used], dtype=torch.uint8), "max")
             most_order, most_inputs, most_used = message.tensor_split((len(order), len(order) + len(inputs)))
             if order:
                 self._check_gathers(most_order)
-            if inputs:
-                self._inputs.check(most_inputs.tolist(), comm.size)
+            if compared is not None:
+                compared.check(most_inputs.tolist(), comm.size)
             for (gradients, index), anywhere in zip(its, most_used.tolist(), strict=True):
                 gradients.was_used[index] = bool(anywhere)
                 if not anywhere and gradients.was_fresh[index]:
@@ -208,3 +222,61 @@ def _on_gradient(step: "weakref.ref[Backwards]", number: int, index: int, full: 
         alive is not None and full.grad is not None
     ):  # torch calls the hook, too, if a backward returns None for a parameter
         alive.on_gradient(number, index)
+
+
+# An optimizer or an EMA has only parameters. In this set it finds the steps to which these parameters may belong.
+_living: "weakref.WeakSet[Backwards]" = weakref.WeakSet()
+
+
+def living_steps() -> list[Backwards]:
+    """The steps of all models of this process that have run."""
+    return list(_living)
+
+
+def check_reduced(params: Iterable[torch.Tensor], doing: str) -> None:
+    """RuntimeError if gradients of these shards, of any model, still wait for their reduction, so that `doing` would miss them."""
+    params = list(params)
+    for step in _living:
+        step.reducer.check_reduced(params, doing)
+
+
+def run_backward(original: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch's backward, `original`, which the steps of the models on its way follow.
+
+    RuntimeError if a shard is among the inputs that the program asks for.
+    """
+    inputs = args[3] if len(args) > 3 else ()
+    asked = {id(tensor) for tensor in inputs if box_of(tensor) is not None}
+    param = next((param for param in all_sharded() if id(param.shard) in asked), None) if asked else None
+    if param is not None:
+        raise RuntimeError(
+            f"torch.autograd.grad, or backward(inputs=...): {param.name} is sharded, and its shard is not part of the graph; call "
+            "loss.backward(), after which param.grad has this rank's rows, averaged over the ranks"
+        )
+    compiler = set_compiler(None)  # of a compiled step of training: it would trace the hooks
+    try:
+        with _followed(outputs, inputs):
+            return original(outputs, *args, **kwargs)
+    finally:
+        if compiler is not None:
+            set_compiler(compiler)
+
+
+@contextmanager
+def _followed(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
+    """Around a backward from `outputs` to `inputs` (empty: to all leaves): let the steps of the models on its way follow it."""
+    steps = living_steps()
+    is_within = in_backward()
+    inside = len(steps) > 1 or any(step.looks_inside for step in steps)
+    routes: dict[Any, Route] = dict(find_routes(outputs, inputs, inside=inside)) if steps else {}
+    for step in steps:
+        step.num_around += is_within
+    try:
+        for step, route in routes.items():
+            step.follow(route)
+        yield
+    finally:
+        for step, route in routes.items():
+            step.leave(route)
+        for step in steps:
+            step.num_around -= is_within

@@ -1,14 +1,19 @@
-"""The calls of a sharded module: the nodes of autograd's graph that a call has made, and the tensors in its arguments and its output.
+"""The calls of a sharded module: the nodes of autograd's graph that a call has made, the calls that a backward runs again, and the
+tensors in the arguments and in the output.
 
 [Note: nodes of a call] autograd numbers the nodes that a thread makes, in their order. So the nodes of a call are those whose numbers
 lie between two readings of the counter, at the call's begin and at its end. The call itself, its arguments, its output and what it
 keeps elsewhere stay as they are: no object is wrapped, and no tensor gets a hook. Nodes of a call within another one are that one's.
+
+[Note: reruns] A backward may run a module's forward again, for a backward within the backward, as torch's reentrant checkpoint does.
+Such a backward accumulates the gradients of a parameter by itself, and another one, of another call, may follow. Nothing in the graph
+tells how many. But the calls are known: in the forward they ran without gradients, within a forward that records a graph.
 """
 
 import threading
 import weakref
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -166,6 +171,58 @@ def forget_calls(model: Model, is_past: Callable[[Call], bool]) -> None:
             [each for each in calls.calls if (of := each.model) is not None and (of is not model or not is_past(each))]
         )
     _with_calls[:] = [calls for calls in _with_calls if calls.calls]
+
+
+class Reruns:
+    """The calls of units that may run again: see [Note: reruns]."""
+
+    def __init__(self) -> None:
+        self._ahead: Counter[Unit] = Counter()  # calls without gradients that have not run again
+        self._again: set[Unit] = set()  # units whose modules have run again in this backward
+        # Units with gradients of a backward within the backward that is of no such call.
+        self._uncertain: set[Unit] = set()
+        self._records = False  # whether the outermost forward records a graph
+
+    def note(self, unit: Unit, *, is_outermost: bool, with_grad: bool) -> None:
+        """Record a call in a forward."""
+        if is_outermost:
+            self._records = with_grad
+        elif self._records and not with_grad:
+            self._ahead[unit] += 1
+
+    def run_again(self, unit: Unit) -> bool:
+        """Record a call in a backward. Returns whether it is one that ran without gradients, so that a backward of it follows."""
+        is_one = self._ahead[unit] > 0
+        if is_one:
+            self._ahead[unit] -= 1
+            self._again.add(unit)
+        return is_one
+
+    def got_gradient(self, unit: Unit, *, is_within: bool) -> None:
+        """Record a gradient of a unit. `is_within`: of a backward within the backward."""
+        if is_within and unit not in self._again:
+            self._uncertain.add(unit)
+
+    def may_come(self, unit: Unit, *, is_known: bool) -> bool:
+        """Whether a later backward within this one may compute gradients of a unit.
+
+        `is_known`: no backward within this one is under way or to be seen in the graph, so calls without gradients are just that,
+        such as those of a target.
+        """
+        return unit in self._uncertain or (not is_known and self._ahead[unit] > 0)
+
+    def end_backward(self) -> None:
+        """End the backward. Calls that it did not run again were not checkpointed, if no call of the unit was."""
+        for unit in set(self._ahead) - self._again:
+            del self._ahead[unit]
+        self._again.clear()
+        self._uncertain.clear()
+
+    def forget(self) -> None:
+        """Forget all calls, because their backward will not come, as after a write to the parameters."""
+        self._ahead.clear()
+        self._again.clear()
+        self._uncertain.clear()
 
 
 # Arguments and outputs

@@ -14,8 +14,8 @@ units whose module did not run in the last forward, because other modules may us
 
 [Note: fence put off] If a backward will follow a forward, a rank passes the closing fence without waiting: it enters the barrier, and
 continues. The fence at the end of the backward replaces this one. Other code that could write shards earlier (an optimizer, an EMA,
-code that asks the model for its parameters) first waits until all ranks have entered the barrier: `before_writes` in step.py. Code that
-writes to a shard that it got earlier causes an error, found by the shard's version counter.
+code that asks the model for its parameters) first waits until all ranks have entered the barrier: `before_writes` in state.py. Code
+that writes to a shard that it got earlier causes an error, found by the shard's version counter.
 
 [Note: writes in a forward] In a forward the modules show full parameters, and a momentum encoder, a codebook, or an embedding with
 `max_norm` writes to them. What a write would do depends on the storage: the ranks of a node would write to the same memory one after

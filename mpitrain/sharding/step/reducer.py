@@ -3,8 +3,8 @@
 [Note: complete] A unit is complete when a backward has computed all its gradients: autograd has accumulated the gradient of each
 parameter that the backward reaches, which it does once in a backward. The route of the backward (route.py) tells which these are;
 without it, they are all that are trained. A unit whose full parameters do not last must also have passed all its exits, because they
-are freed then. If a backward runs other backwards within itself (reruns.py), a gradient may come several times; then the unit is
-complete when the module has run again as often as in the forward. At the end of the backward every unit is complete.
+are freed then. If a backward runs other backwards within itself ([Note: reruns] in calls.py), a gradient may come several times; then
+the unit is complete when the module has run again as often as in the forward. At the end of the backward every unit is complete.
 
 [Note: order] Reductions are collective, so all ranks issue them in one order: the reverse of the modules' order. A complete unit waits
 for the units before it in this order. A unit that this rank did not use is reduced, as zeros, at the end of the backward.

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -14,16 +14,14 @@ from mpitrain.placement.parts import stage_of
 from mpitrain.plans.draws import mark_places
 from mpitrain.sharding.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.slices.buffers import SliceBuffers
-from mpitrain.sharding.step.calls import Call, Place, forget_calls
+from mpitrain.sharding.step.calls import Call, Place, Reruns, forget_calls
 from mpitrain.sharding.step.changes import Fence, FullWrites, Tree
 from mpitrain.sharding.step.checks.same_inputs import SameInputs
 from mpitrain.sharding.step.gathers import Gathers, Prefetch
 from mpitrain.sharding.step.reducer import Reducer
-from mpitrain.sharding.step.reruns import Reruns
 from mpitrain.sharding.step.route import Route
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import unit_of
-from mpitrain.sharding.unit.unit import Unit, UnitState
+from mpitrain.sharding.unit.unit import Unit, UnitState, unit_of
 from mpitrain.torch_glue.torch_internals import outdate, writes_to_each
 
 _NUM_KEPT = 16
@@ -85,6 +83,8 @@ class StepState:
         self._lasting = [unit for unit in units if unit.lasts]
         self._passing = [unit for unit in units if not unit.lasts]
         self._compares = bool(self._passing) and ranks.shard.size > 1
+        # The message at the end of a backward compares, too, unless the ranks that it reaches have several copies of the model.
+        self._compares_at_end = self._compares and not ranks.has_replicas
         self._is_reach_checked = not self._compares
         self._watched: set[tuple[str, bool, bool]] = set()  # kinds of outermost forwards
         limit = units[0].prefetch_bytes
@@ -102,12 +102,13 @@ class StepState:
             [param.shard for unit in self._lasting for param in unit.params],
         )
         self.reducer = Reducer(units)
-        self._inputs = SameInputs(root, says=ranks.everyone.rank == 0)
+        self._inputs: SameInputs | None = SameInputs(
+            root, says=ranks.everyone.rank == 0
+        )  # until they have been compared
         slices = units[0].slices
         self._slice_buffers = None if slices is None else SliceBuffers(root, slices, whole)
         if slices is not None and stage_of(root) is None:
             mark_places(root)
-        self._num_watched = 0  # number of the reducer's gradients with hooks
 
     @contextmanager
     def _communicating(self) -> Iterator[None]:
@@ -179,6 +180,36 @@ class StepState:
     def _trained_together(self, ranks: DataParallelRanks) -> Communicator:
         """The ranks that average their gradients."""
         return ranks.data_parallel if self.units[0].sync_copies else ranks.within
+
+    def settle(self) -> None:
+        """Called before shards are returned to the user or written: see [Note: fence put off] in changes.py. Not collective."""
+        self._fence.settle()
+
+    def end_graph(self) -> None:
+        """Free full parameters that stayed for a graph: see [Note: second derivatives]."""
+        if self._graph is not Graph.NONE and self.phase is Phase.IDLE:
+            self._graph = Graph.NONE
+            for unit in self._passing:
+                unit.reshard()
+
+    def before_writes(self, params: Iterable[torch.Tensor], doing: str) -> None:
+        """Called before `doing`, such as an optimizer's step, writes shards.
+
+        RuntimeError within a forward, which would go on with the old full parameters, and if gradients of `params` are not reduced.
+        """
+        params = list(params)
+        if self._running and not {id(param) for param in params}.isdisjoint(map(id, self._shards)):
+            raise RuntimeError(
+                f"{doing} within a forward or a registered method of the model ({next(iter(self._running)).name}), where parameters "
+                "are full and must not change. Register only methods that compute, such as a loss; a method that takes steps calls the "
+                "model or those methods, and needs no registration itself"
+            )
+        self.settle()
+        self.reducer.check_reduced(params, doing)
+        if self._graph is not Graph.NONE:
+            own = {id(shard) for shard in self._shards}
+            if any(id(param) in own for param in params):
+                self.end_graph()
 
     def close(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
         """Called after the outermost forward, and after a backward. `before_backward`: a backward may follow. `is_compared`: the ranks

@@ -26,9 +26,8 @@ parameters stay until an optimizer updates them, until `reshard()`, or until ano
 through that graph, and the next forward begins. A later backward through the graph raises torch's error for modified tensors.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ from mpitrain.sharding.step.backward import Backwards
 from mpitrain.sharding.step.calls import Call, aligned, cast, tensors_in
 from mpitrain.sharding.step.checks.reach import check_error, check_graph, outside
 from mpitrain.sharding.step.checks.watch import Watch
-from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase
 from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_glue.torch_internals import in_backward
@@ -51,8 +49,6 @@ class TrainingStep(Backwards):
 
     def __init__(self, root: nn.Module, units: list[Unit], ranks: DataParallelRanks) -> None:
         super().__init__(root, units, ranks)
-        self._watch_gradients()
-        _living.add(self)
 
     # Forward
 
@@ -138,7 +134,7 @@ class TrainingStep(Backwards):
         slice_buffers = self._slice_buffers if with_grad else None
         if slice_buffers is not None:
             slice_buffers.begin_forward()
-        if with_grad:
+        if with_grad and self._inputs is not None:
             self._inputs.look(args, kwargs)
         if unit.slices is not None:
             args, kwargs = aligned((args, kwargs))
@@ -194,7 +190,8 @@ class TrainingStep(Backwards):
         """Called before the outermost forward: see [Note: fences] in changes.py. First cleans up after an earlier exception."""
         if self.phase is not Phase.IDLE:
             self.reset()
-        self.reducer.give_up()
+        if self.reducer.reducing is not None:
+            self.reducer.give_up()
         self._fence.go_on()
         self._tree.check()
         if self._graph is Graph.USED:
@@ -250,10 +247,6 @@ class TrainingStep(Backwards):
         if self._slice_buffers is not None:
             self._slice_buffers.forget()
 
-    def settle(self) -> None:
-        """Called before shards are returned to the user or written: see [Note: fence put off] in changes.py. Not collective."""
-        self._fence.settle()
-
     def tidy(self) -> None:
         """Called before the model's parameters are returned to the user: after an exception in a backward the full ones are shown."""
         if self.phase is Phase.BACKWARD and not in_backward():
@@ -275,65 +268,3 @@ class TrainingStep(Backwards):
         self._held.discard(unit)
         if not unit.lasts:
             self._reshard(unit)
-
-    def end_graph(self) -> None:
-        """Free full parameters that stayed for a graph: see [Note: second derivatives]."""
-        if self._graph is not Graph.NONE and self.phase is Phase.IDLE:
-            self._graph = Graph.NONE
-            for unit in self._passing:
-                unit.reshard()
-
-    def before_writes(self, params: Iterable[torch.Tensor], doing: str) -> None:
-        """Called before `doing`, such as an optimizer's step, writes shards.
-
-        RuntimeError within a forward, which would go on with the old full parameters, and if gradients of `params` are not reduced.
-        """
-        params = list(params)
-        if self._running and not {id(param) for param in params}.isdisjoint(map(id, self._shards)):
-            raise RuntimeError(
-                f"{doing} within a forward or a registered method of the model ({next(iter(self._running)).name}), where parameters "
-                "are full and must not change. Register only methods that compute, such as a loss; a method that takes steps calls the "
-                "model or those methods, and needs no registration itself"
-            )
-        self.settle()
-        self.reducer.check_reduced(params, doing)
-        if self._graph is not Graph.NONE:
-            own = {id(shard) for shard in self._shards}
-            if any(id(param) in own for param in params):
-                self.end_graph()
-
-
-# An optimizer or an EMA has only parameters. In this set it finds the steps to which these parameters may belong.
-_living: "weakref.WeakSet[TrainingStep]" = weakref.WeakSet()
-
-
-def living_steps() -> list[TrainingStep]:
-    """The steps of all models of this process that have run."""
-    return list(_living)
-
-
-def check_reduced(params: Iterable[torch.Tensor], doing: str) -> None:
-    """RuntimeError if gradients of these shards, of any model, still wait for their reduction, so that `doing` would miss them."""
-    params = list(params)
-    for step in _living:
-        step.reducer.check_reduced(params, doing)
-
-
-@contextmanager
-def routes_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
-    """Around a backward from `outputs` to `inputs` (empty: to all leaves): let the steps of the models on its way follow it."""
-    steps = living_steps()
-    is_within = in_backward()
-    inside = len(steps) > 1 or any(step.looks_inside for step in steps)
-    routes: dict[Any, Route] = dict(find_routes(outputs, inputs, inside=inside)) if steps else {}
-    for step in steps:
-        step.num_around += is_within
-    try:
-        for step, route in routes.items():
-            step.follow(route)
-        yield
-    finally:
-        for step, route in routes.items():
-            step.leave(route)
-        for step in steps:
-            step.num_around -= is_within

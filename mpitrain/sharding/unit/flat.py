@@ -15,10 +15,8 @@ from torch import nn
 
 from ckpt.views import plain
 from collectives import Communicator
-from mpitrain.placement.boxes import ShardBox
-from mpitrain.placement.marks import mark_shard
-from mpitrain.placement.parts import mark_part, part_of
-from mpitrain.placement.spread import mark_spread
+from mpitrain.placement.marks import mark_shard, mark_spread
+from mpitrain.placement.parts import ShardBox, mark_part, part_of
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.unit.gradients import Gradients, where_shards_live

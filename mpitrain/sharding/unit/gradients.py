@@ -82,7 +82,11 @@ class Gradients:
         """The sums over the slices of a step; None without slices."""
         rank = ranks.shard.rank
         self._count, first = layout.counts[rank], layout.bounds[rank]
-        self._begins = [layout.box(index, rank).start - first for index in range(len(params))]
+        boxes = [layout.box(index, rank) for index in range(len(params))]
+        self._places = [slice(extent.start, extent.stop) for extent in layout.extents]  # in the gradient buffer
+        self._rows = [
+            slice(box.start - first, box.start - first + box.numel) for box in boxes
+        ]  # in this rank's part of it
         parts = [(index, part_of(param.full)) for index, param in enumerate(params)]
         # Those that are sums over ranks with the same data, as norms under sequence parallelism.
         self._sums = [(index, part) for index, part in parts if part is not None and part.needs_sum]
@@ -118,8 +122,7 @@ class Gradients:
         self.placed.add(index)
 
     def _part(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        extent = self.layout.extents[index]
-        return buffer[extent.start : extent.stop]
+        return buffer[self._places[index]]
 
     @torch.no_grad()
     def begin_reduction(self, buffer: torch.Tensor, *, over_copies: bool = True) -> None:
@@ -141,7 +144,8 @@ class Gradients:
         self.placed.clear()
         for gap in self._gaps:
             buffer[gap].zero_()
-        add_gradients([(part, numbers(self._part(buffer, index))) for index, part in self._sums])
+        if self._sums:
+            add_gradients([(part, numbers(self._part(buffer, index))) for index, part in self._sums])
 
         grads = buffer[: self.layout.numel]
         if self.sums is not None:
@@ -186,14 +190,13 @@ class Gradients:
             if self._stream is not None:
                 mean.record_stream(self._stream)
             if self.is_compressed:
-                pairs = zip(self.params, self._begins, strict=True)
-                self._left = [mean[begin : begin + param.box.numel].view(param.box.shape) for param, begin in pairs]
+                pairs = zip(self.params, self._rows, strict=True)
+                self._left = [mean[mine].view(param.box.shape) for param, mine in pairs]
                 return
             if self.sums is None and self._over_copies and self.ranks.shard.size > 1 and self.ranks.replicate.size > 1:
                 self.ranks.wired.replicate.all_reduce(numbers(mean), "avg")
             fresh = self._of_shards(mean) if any(self.was_fresh) else mean
-            for param, begin in zip(self.params, self._begins, strict=True):
-                mine = slice(begin, begin + param.box.numel)
+            for param, mine in zip(self.params, self._rows, strict=True):
                 if param.shard.grad is None:
                     param.shard.grad = fresh[mine].view(param.box.shape)
                 else:

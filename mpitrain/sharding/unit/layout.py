@@ -12,11 +12,11 @@ is near: parameters with long rows come first, and each begins at a multiple of 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm, prod
 from typing import Any, Literal
 
-from mpitrain.placement.boxes import ShardBox
-from mpitrain.placement.parts import row_dim
+from mpitrain.placement.parts import ShardBox, row_dim
 
 Cut = Literal["rows", "parameters"]
 """Where a flat buffer may be cut: between rows of parameters, or only between parameters."""
@@ -56,7 +56,7 @@ class Layout:
     numel: int
     bounds: tuple[int, ...]
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Elements of each rank's shard."""
         return tuple(self.bounds[i + 1] - self.bounds[i] for i in range(len(self.bounds) - 1))

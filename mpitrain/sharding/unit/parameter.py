@@ -1,4 +1,7 @@
-"""One sharded parameter, and the guards of the modules that use it.
+"""One sharded parameter, and its guards: of its shard, and of the modules that use it.
+
+A shard lets no gradient in, and cannot be pickled; `ckpt.save` calls its `refuse_as_whole`. The messages are those of
+step/checks/reach.py and placement/part_tensor.py.
 
 [Note: guards] While modules show shards, a call of one of them must not compute with this rank's rows in place of the parameters. A
 guard takes the place of a module's `forward`, as an attribute of the module, from `put` to `lift`. So it is there only while the module
@@ -7,13 +10,16 @@ torch's fast paths (such as that of nn.TransformerEncoderLayer), which hooks wou
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
-from mpitrain.placement.boxes import ShardBox
+from mpitrain.placement.part_tensor import IN_UNSHARD, refuse, refuse_whole
+from mpitrain.placement.parts import ShardBox, part_of
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.torch_glue.torch_internals import in_functional_call
 
@@ -33,11 +39,10 @@ class ShardedParameter:
     box: ShardBox
     ranks: DataParallelRanks  # the ranks that hold the other rows, and copies of these rows
     from_meta: bool = False  # made without values
-    # A node of autograd that lets no gradient into the shard: `refuse_gradient` in step/checks/reach.py.
-    refusal: Any = None
 
     def __post_init__(self) -> None:
         self._memory = self.shard.data_ptr(), self.shard.dtype
+        self._node: Any = None  # of autograd, which gets the gradients of the shard
 
     @property
     def lacks_values(self) -> bool:
@@ -58,6 +63,70 @@ class ShardedParameter:
                 f"parameter {self.name} was replaced after fully_shard, and neither its shards nor its gradient would follow; "
                 "replace parameters before fully_shard, or write new values into the shard (with torch.no_grad(): param.copy_(...))"
             )
+
+    def guard_gradient(self, refuse: "Callable[[ShardedParameter], NoReturn]") -> None:
+        """Let a backward that reaches the shard call `refuse`.
+
+        A hook of the tensor itself would be seen by optimizers and by `show_full`. The node refers to the shard, so it refers to the
+        parameter weakly.
+        """
+        shard, is_trained, this = self.shard, self.shard.requires_grad, weakref.ref(self)
+        if not (shard.is_floating_point() or shard.is_complex()):
+            return
+
+        def reached(grads: Any) -> None:
+            if (param := this()) is not None:
+                refuse(param)
+
+        with torch.enable_grad(), torch.inference_mode(False):
+            shard.requires_grad_(True)
+            self._node = shard.view_as(shard).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            shard.requires_grad_(is_trained)
+        self._node.register_prehook(reached)
+
+
+def guard_shards(params: Sequence[ShardedParameter]) -> None:
+    """Let the shards of a unit, but not copies of them, raise an error when they are pickled. A subclass would be visible to optimizers
+    and hooks.
+
+    The modules that use them refuse whole tensors in a state dict, with advice.
+    """
+    if not params or params[0].ranks.shard.size == 1:
+        return
+    shards = {id(param.shard): weakref.ref(param) for param in params}
+    for user in {id(module): module for param in params for module, _ in param.users}.values():
+        user.register_load_state_dict_pre_hook(partial(_refuse_whole_tensors, shards))
+    for param in params:
+        param.shard.__reduce_ex__ = param.shard.refuse_as_whole = partial(_refuse_shard, weakref.ref(param))  # type: ignore
+
+
+def _refuse_shard(reference: "weakref.ref[ShardedParameter]", protocol: Any = None) -> NoReturn:
+    param = reference()
+    assert param is not None
+    refuse(param.name, param.box.shape, param.box.full_shape, remedy_for(param))
+
+
+def _refuse_whole_tensors(
+    shards: Mapping[int, "weakref.ref[ShardedParameter]"],
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    *args: Any,
+) -> None:
+    """RuntimeError in place of a line of torch's for each tensor of another shape."""
+    for key, shown in module._parameters.items():
+        given = getattr(state_dict.get(prefix + key), "shape", None)
+        if shown is None or given is None or given == shown.shape or id(shown) not in shards:
+            continue
+        param, part = shards[id(shown)](), part_of(shown)
+        if param is not None and given in (param.full.shape, None if part is None else part.full_shape):
+            refuse_whole(prefix + key, shown.shape, given)
+
+
+def remedy_for(param: ShardedParameter) -> str:
+    """Within `unshard` a parameter that only `fully_shard` has divided is whole."""
+    part = part_of(param.shard)
+    return IN_UNSHARD if part is None or not (part.is_cut or part.is_in_stages) else ""
 
 
 def functional_call(name: str) -> str:

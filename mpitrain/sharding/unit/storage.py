@@ -7,7 +7,7 @@
 
 If the full parameters have the values of the shards, the shards of `Kept` and `Resident` are rows of this buffer. Then an optimizer
 that updates the shards updates the full parameters, and no data moves within a node. With another dtype, or a wire below fp32
-(wires.py), the shards are masters in separate memory. With such a wire the full parameters have decoded values, also in this rank's own
+(ranks.py), the shards are masters in separate memory. With such a wire the full parameters have decoded values, also in this rank's own
 rows, so that all ranks compute with the same bits.
 """
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpitrain.job.record.layer_ranges import layers_of
 from mpitrain.job.train.hardware import memory_bytes
-from mpitrain.sharding.unit.registry import units_of
+from mpitrain.sharding.unit.unit import units_of
 from mpitrain.tools.profile.memory_kinds import KINDS, Held
 
 

@@ -13,8 +13,8 @@ import torch
 
 import ckpt
 from collectives import Communicator
+from mpitrain.placement.marks import pieces_of
 from mpitrain.placement.parts import part_of
-from mpitrain.placement.spread import pieces_of
 from mpitrain.sharding.compression.compression import Compression, ParamState
 from mpitrain.weights.kinds.kind import There
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpitrain.sharding import EMA
-from mpitrain.sharding.unit.registry import diloco_of
+from mpitrain.sharding.unit.unit import diloco_of
 from mpitrain.weights.extra_state import is_extra_state
 from mpitrain.weights.held import Held
 from mpitrain.weights.kinds.kind import There

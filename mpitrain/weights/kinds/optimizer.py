@@ -15,7 +15,7 @@ from ckpt.convert.formats.safetensors import some
 from ckpt.ranks import ranks_of
 from ckpt.storage.local import in_a_line
 from collectives import Communicator
-from mpitrain.sharding.unit.registry import params_by_shard
+from mpitrain.sharding.unit.unit import params_by_shard
 from mpitrain.weights.held import Held
 from mpitrain.weights.kinds.by_copy import SavedCopies
 from mpitrain.weights.kinds.groups import SavedGroups

@@ -23,9 +23,8 @@ from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
 from mpitrain.optim.elementwise import SGD
 from mpitrain.optim.whole_norms import WholeNorms
-from mpitrain.placement.marks import box_of
+from mpitrain.placement.marks import box_of, spread_of
 from mpitrain.placement.parts import part_of
-from mpitrain.placement.spread import spread_of
 from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.stages import pipeline
 from mpitrain.weights.initial_values import initialize

@@ -15,7 +15,7 @@ from mpitrain.models import GPT, GPTConfig, LanguageModel, muon_groups
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
 from mpitrain.optim import Muon
-from mpitrain.placement.spread import pieces_of
+from mpitrain.placement.marks import pieces_of
 from mpitrain.stages import pipeline
 
 SHAPES = [(96, 32), (32, 96), (64, 64), (7, 50), (130, 33), (2, 9), (1, 12), (12, 1), (3, 5, 2, 2), (0, 5), (13,), ()]
@@ -149,7 +149,7 @@ def test_a_gradient_that_one_rank_has_not(comm: Communicator) -> None:
 
 def test_copies_that_train_apart_stay_apart(comm: Communicator) -> None:
     """With local steps each copy of stage 0 has its own gradients."""
-    from mpitrain.placement.spread import mark_apart
+    from mpitrain.placement.marks import mark_apart
 
     model, plain = shard(small_model(), comm, "stage 0"), small_model()
     for param in model.parameters():

@@ -14,9 +14,8 @@ from ways import WAYS, options_of, spread
 import mpitrain
 from collectives import Communicator
 from mpitrain.models import GPT, GPTConfig, decay_groups
-from mpitrain.placement.marks import box_of
+from mpitrain.placement.marks import box_of, mark_spread, spread_of
 from mpitrain.placement.parts import part_of
-from mpitrain.placement.spread import mark_spread, spread_of
 from mpitrain.sharding.unit.layout import rows_of
 from mpitrain.stages import pipeline
 

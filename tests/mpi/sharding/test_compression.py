@@ -21,7 +21,7 @@ from mpitrain.models import GPT, GPTConfig
 from mpitrain.sharding import GradScaler, MixedPrecisionPolicy, fully_shard
 from mpitrain.sharding.compression.power_sgd import PowerSGD
 from mpitrain.sharding.compression.top_k import TopK
-from mpitrain.sharding.unit.registry import compression_of
+from mpitrain.sharding.unit.unit import compression_of
 from mpitrain.weights.initial_values import initialize
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)

@@ -18,7 +18,7 @@ from mpitrain import fully_shard
 from mpitrain.job.config import parse
 from mpitrain.job.train.model import make_model
 from mpitrain.sharding.setup import room as room_of_nodes
-from mpitrain.sharding.unit.registry import units_of
+from mpitrain.sharding.unit.unit import units_of
 from mpitrain.stages import StagePlan, pipeline
 
 WIDTH = 128

@@ -18,7 +18,7 @@ import mpitrain
 from collectives import Communicator, network_bytes
 from mpitrain.job.config import from_toml
 from mpitrain.sharding import clip_grad_norm_, fully_shard
-from mpitrain.sharding.unit.registry import units_of
+from mpitrain.sharding.unit.unit import units_of
 
 WIDTH = 37
 WAYS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
 from mpitrain.placement.parts import part_of
 from mpitrain.sharding import CPUOffloadPolicy, fully_shard
-from mpitrain.sharding.unit.registry import sharded_params
+from mpitrain.sharding.unit.unit import sharded_params
 from mpitrain.stages import Pipeline, pipeline
 from mpitrain.weights.initial_values import initialize
 

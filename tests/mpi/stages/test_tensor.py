@@ -18,7 +18,7 @@ from mpitrain.models.gpt import MLP, Block
 from mpitrain.models.llama import Llama
 from mpitrain.models.sizes import LlamaConfig
 from mpitrain.placement.parts import part_of
-from mpitrain.sharding.unit.registry import params_by_shard
+from mpitrain.sharding.unit.unit import params_by_shard
 from mpitrain.stages import Pipeline, pipeline
 from mpitrain.stages.executor import Run
 from mpitrain.tensor.exchange import Exchange

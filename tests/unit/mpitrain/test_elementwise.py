@@ -19,7 +19,7 @@ from thread_ranks import on_ranks
 
 from mpitrain.optim import LAMB, LARS, SGD, AdamW, Muon
 from mpitrain.optim.optimizer_checks import ELEMENTWISE, watch_optimizers
-from mpitrain.placement.spread import mark_spread
+from mpitrain.placement.marks import mark_spread
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from collectives.transports.node.mappings import mapped_share_bytes
-from mpitrain.sharding.unit.registry import units_of
+from mpitrain.sharding.unit.unit import units_of
 
 
 class MemoryGauges:

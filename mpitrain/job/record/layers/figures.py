@@ -17,8 +17,8 @@ import torch
 from mpitrain.models import LanguageModel
 from mpitrain.models.loss import IGNORED, observed
 from mpitrain.optim.exact_sums import SLOTS, block_sums, to_digits, to_float
-from mpitrain.placement.spread import counts_in_norms, rows_of
-from mpitrain.sharding.unit.registry import params_by_shard
+from mpitrain.placement.marks import counts_in_norms, rows_of
+from mpitrain.sharding.unit.unit import params_by_shard
 from mpitrain.tensor.layers import VocabularyCrossEntropy
 from mpitrain.tensor.vocabulary import entropy
 

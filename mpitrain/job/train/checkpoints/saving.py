@@ -34,8 +34,8 @@ from mpitrain.models import LanguageModel
 from mpitrain.placement.rank0 import on_rank0
 from mpitrain.plans.draws import seed_all
 from mpitrain.sharding import DiLoCo
-from mpitrain.sharding.unit.registry import diloco_of
-from mpitrain.sharding.unit.wires import chosen_format
+from mpitrain.sharding.ranks import chosen_format
+from mpitrain.sharding.unit.unit import diloco_of
 from mpitrain.weights import state
 
 _RANDOM = "random/states"

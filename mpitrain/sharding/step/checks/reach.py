@@ -10,20 +10,16 @@ shapes fit by chance (rows of an embedding), the result is wrong. Four checks fi
 Code without gradients outside of a forward that computes with a shard itself, without a call of its module, is not seen.
 """
 
-import weakref
 from collections.abc import Sequence
-from functools import partial
 from traceback import walk_tb
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from mpitrain.placement.marks import box_of
 from mpitrain.sharding.step.calls import tensors_in
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import find, kind_of, root_of, unit_of
-from mpitrain.sharding.unit.unit import Unit
+from mpitrain.sharding.unit.unit import Unit, find, kind_of, root_of, unit_of
 
 
 def check_graph(output: Any, units: Sequence[Unit], root: nn.Module) -> None:
@@ -68,33 +64,15 @@ def outside(module: nn.Module, *, is_in_forward: bool = False) -> RuntimeError:
     )
 
 
-def refuse_gradient(param: ShardedParameter) -> Any:
-    """Let a backward that reaches the shard of a parameter raise RuntimeError. Returns a node of autograd, which the parameter keeps.
-
-    A hook of the tensor itself would be seen by optimizers and by `show_full`. The node refers to the shard, so it refers to the
-    parameter weakly.
-    """
-    shard, is_trained = param.shard, param.shard.requires_grad
-    if not (shard.is_floating_point() or shard.is_complex()):
-        return None
-    with torch.enable_grad(), torch.inference_mode(False):
-        shard.requires_grad_(True)
-        node: Any = shard.view_as(shard).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        shard.requires_grad_(is_trained)
-    node.register_prehook(partial(_refuse_gradient, weakref.ref(param)))
-    return node
-
-
-def _refuse_gradient(reference: "weakref.ref[ShardedParameter]", grads: Any) -> None:
-    param = reference()
-    if param is not None:
-        module = param.users[0][0]
-        path = param.name.rpartition(".")[0] or "the model"
-        raise RuntimeError(
-            f"a backward reached a shard: parameter {param.name} of {path} (a {kind_of(module).__name__}) was used outside of the "
-            "forward of the model and of its registered methods, or with private storage outside of that of its block. There "
-            f"{_rows(param)}. {_REMEDY}"
-        )
+def refuse_gradient(param: ShardedParameter) -> NoReturn:
+    """RuntimeError for a backward that has reached the shard of a parameter."""
+    module = param.users[0][0]
+    path = param.name.rpartition(".")[0] or "the model"
+    raise RuntimeError(
+        f"a backward reached a shard: parameter {param.name} of {path} (a {kind_of(module).__name__}) was used outside of the "
+        "forward of the model and of its registered methods, or with private storage outside of that of its block. There "
+        f"{_rows(param)}. {_REMEDY}"
+    )
 
 
 _REMEDY = (

@@ -2,7 +2,7 @@
 
 Each rank hashes the inputs of its first training forwards, on their device: all up to the first backward that reduces, so that an
 evaluation with gradients, or the first of several micro-batches, does not decide alone. The hash goes with the message that each such
-backward sends anyway, `_forget_unused` in step.py, until the ranks have compared it: mostly once. The ranks take the maximum of the
+backward sends anyway, `_forget_unused` in backward.py, until the ranks have compared it: mostly once. The ranks take the maximum of the
 hashes and of their complements. If these are complements again, all hashes were equal. So no message is added, and the host does
 not wait for a device: a hash that is still on its way goes with a later message.
 """
@@ -113,15 +113,14 @@ class SameInputs:
             )
 
     def warn(self) -> None:
-        """Warn once, at the line of the program that called torch or the library, if the inputs were the same."""
+        """Warn, at the line of the program that called torch or the library, if the inputs were the same."""
         if not self._text:
             return
-        text, self._text = self._text, ""
         libraries = tuple(str(Path(str(sys.modules[name].__file__)).parent) for name in ("torch", "mpitrain"))
         frame, level = sys._getframe(), 1
         while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
             frame, level = frame.f_back, level + 1
-        warnings.warn(text, SameInputsWarning if self._says else _OnOtherRanks, stacklevel=level)
+        warnings.warn(self._text, SameInputsWarning if self._says else _OnOtherRanks, stacklevel=level)
 
 
 @contextmanager

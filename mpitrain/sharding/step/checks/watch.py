@@ -17,8 +17,7 @@ from mpitrain.sharding.step.changes import REMEDY
 from mpitrain.sharding.step.checks.reach import owner_of, used_outside
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
-from mpitrain.sharding.unit.registry import kind_of
-from mpitrain.sharding.unit.unit import Unit, UnitState
+from mpitrain.sharding.unit.unit import Unit, UnitState, kind_of
 from mpitrain.torch_glue.torch_internals import storage_of
 
 

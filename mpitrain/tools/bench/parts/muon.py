@@ -124,7 +124,7 @@ def _every_rank(comm: Communicator, shapes: Sequence[tuple[int, int]], dtype: An
     import torch
 
     from mpitrain.optim.newton_schulz import newton_schulz
-    from mpitrain.placement.spread import pieces_of
+    from mpitrain.placement.marks import pieces_of
 
     model, params = _sharded(comm, shapes, device)
     momenta = [torch.zeros_like(param) for param in params]
