@@ -6,6 +6,9 @@
 - `local/` has the steps in which the copies of a model train apart, and the outer steps that bring them together.
 - `optim/` has the functions that run between the backward and the optimizer's step.
 
+Four verbs mean the same everywhere: `end` what has begun, in order; `abandon` it after an exception, without a result; `free` memory or
+records that are not needed any more; `reset` to the state of the beginning.
+
 The comment at the top of `step/step.py` follows one parameter from a forward to the next forward, and one gradient from autograd to the
 optimizer.
 """

@@ -37,7 +37,7 @@ def unshard(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     if around is not None and not isinstance(model, ShardedModule):  # it uses parameters of the unit of that module
         parts = [around, *parts]  # type: ignore[list-item]
     for step in {part._step for part in parts if part._step is not None}:
-        step.tidy()
+        step.before_reads()
         if step.is_held:
             raise RuntimeError(
                 "unshard: the model is inside another `with mpitrain.unshard(model)` block, which shows full parameters already; to "
@@ -55,9 +55,9 @@ def unshard(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
 def _for_reading(parts: Sequence[ShardedModule]) -> Iterator[None]:
     steps = list(dict.fromkeys(step_of(part) for part in parts))
     for step in steps:
-        step.open()
+        step.begin_pass()
     for part in parts:
-        step_of(part).hold(part._unit)
+        step_of(part).begin_hold(part._unit)
     params = [param for part in parts for param in part._unit.params]
     shown = Shown(parts, {param: param.full for param in params})
     problem: str | None = None
@@ -69,9 +69,9 @@ def _for_reading(parts: Sequence[ShardedModule]) -> Iterator[None]:
         for param in params:
             param.shard.requires_grad_(param.full.requires_grad)  # the block may have frozen or thawed the parameter
         for part in parts:
-            step_of(part).let_go(part._unit)
+            step_of(part).end_hold(part._unit)
         for step in steps:
-            step.close()
+            step.end_pass()
     for end in ended:
         check_problems(end)
         check_unwritten(end)

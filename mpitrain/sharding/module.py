@@ -56,12 +56,12 @@ class ShardedModule(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters: the shards, except within a forward or a backward."""
-        self._tidy()
+        self._before_reads()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict. Its values are the shards as `PartTensor`, which cannot be written to a file in place of whole tensors."""
-        self._tidy()
+        self._before_reads()
         found = super().state_dict(*args, **kwargs)
         mark_model(self, self._unit, found, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return found
@@ -86,7 +86,7 @@ class ShardedModule(nn.Module):
                     else:
                         param.shard.grad.zero_()
         if self._step is not None:
-            self._step.drop()
+            self._step.reset()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether a backward reduces gradients over the ranks. Without it each rank keeps its full gradients, which need as much
@@ -163,9 +163,9 @@ class ShardedModule(nn.Module):
         """Show the shards again and free the full parameters."""
         self._unit.reshard()
 
-    def _tidy(self) -> None:
+    def _before_reads(self) -> None:
         if self._step is not None:
-            self._step.tidy()
+            self._step.before_reads()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """`to`, `double`, `cuda` and similar methods call this: an error, because the full parameters would not follow the shards."""

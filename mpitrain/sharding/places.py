@@ -26,7 +26,7 @@ def name_places() -> None:
     stacks.name(
         Reducer._end_one, lambda local: f"the backward, which reduces the gradients of {_reduced(local['self'])}"
     )
-    stacks.name(Fence.settle, lambda local: "the wait for the other ranks' forwards, before parameters may be written")
+    stacks.name(Fence.end, lambda local: "the wait for the other ranks' forwards, before parameters may be written")
 
 
 def _name(module: ShardedModule) -> str:

@@ -11,7 +11,7 @@ from mpitrain.sharding.step.backward import living_steps
 def swap_values(params: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     """Exchange the values of shards with `values` of the same names, in place. Between two steps, on all ranks together."""
     for step in living_steps():
-        step.settle()
+        step.end_fence()
     for name, param in params.items():
         kept = param.detach().clone()
         param.copy_(values[name])

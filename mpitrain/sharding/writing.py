@@ -105,7 +105,7 @@ def copies_to_write(parts: Sequence[ShardedModule]) -> Iterator[None]:
     RuntimeError on all ranks, and no write, if the block has failed on some rank, or if ranks have not made the same writes.
     """
     for step in {part._step for part in parts if part._step is not None}:
-        step.settle()
+        step.end_fence()
         step.end_graph()
     copies: dict[ShardedParameter, nn.Parameter] = {}
     for part in parts:

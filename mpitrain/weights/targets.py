@@ -243,7 +243,7 @@ def begin(model: nn.Module, doing: str) -> Ranks:
     comm = ranks_of(ranks_of_model(model))
     with comm.together(doing):
         for step in steps_of(model):
-            step.tidy()
+            step.before_reads()
             if step.phase is not Phase.IDLE:
                 raise RuntimeError(_IN_STEP)
         if any(unit.state is UnitState.COPIED for unit in units_of(model)):

@@ -215,7 +215,7 @@ class DiLoCo:
         ValueError on all ranks if the values differ between the copies, as they do after local steps: call `outer_step` first.
         """
         for each in self._outer:
-            each.restart()
+            each.reset()
         self._compare()
         self.num_steps, self.is_apart = num_steps, False
         self._take_phase()
@@ -259,7 +259,7 @@ class DiLoCo:
             )
         if is_part and not self.is_local:
             for each in self._outer:  # in exact steps nobody kept the outer values of those that stay
-                each.restart()
+                each.reset()
         self.num_steps = steps
         self.is_apart = self.is_local and (stay_apart or state.get("is_apart", False))
         self._is_compared = False

@@ -33,8 +33,8 @@ class OuterParameters:
         """A hash of all values, to compare the copies."""
         return xxhash.xxh3_64_hexdigest(self.values.cpu().view(torch.uint8).numpy().data)
 
-    def restart(self) -> None:
-        """Take the values of the shards, and forget the momentum."""
+    def reset(self) -> None:
+        """Take the values of the shards, and no momentum."""
         self.values.copy_(self._inner())
         if self.momentum is not None:
             self.momentum.zero_()

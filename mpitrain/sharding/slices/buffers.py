@@ -77,18 +77,18 @@ class SliceBuffers:
         if self._num_done == self._slices.num_rounds:
             self.end_step()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin the step again."""
         for buffer in self._buffers:
-            buffer.forget()
+            buffer.reset()
         self._num_done, self._is_under_way = 0, False
 
-    def reset(self) -> None:
+    def abandon(self) -> None:
         """Begin the step again after an exception in a forward or a backward, with the values that the step began with."""
         if self._is_under_way:
             for buffer in self._buffers:
                 buffer.restore()
-        self.forget()
+        self.reset()
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -100,7 +100,7 @@ class SliceBuffers:
             averaged = [buffer for buffer in chosen if buffer.begun.is_floating_point() or buffer.begun.is_complex()]
             self._take_means(averaged)
             self._take_first([buffer for buffer in chosen if buffer not in averaged])
-        self.forget()
+        self.reset()
 
     def _take_means(self, buffers: "list[_Buffer]") -> None:
         if not buffers:
@@ -175,8 +175,8 @@ class _Buffer:
         if self._is_changed or self._may_change_unseen or self._is_written:
             self._write(self.begun)
 
-    def forget(self) -> None:
-        """Forget the forwards and the rounds."""
+    def reset(self) -> None:
+        """Begin again without forwards and rounds."""
         self._of_forward, self._of_rounds = None, []
 
     @property

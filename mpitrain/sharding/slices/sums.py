@@ -83,9 +83,9 @@ class SliceSums:
         replicate.all_gather(whole, mine, counts=self._counts)
         return whole
 
-    def forget(self) -> None:
-        """Drop the rounds of a step that was given up."""
-        self._tree.forget()
+    def reset(self) -> None:
+        """Begin the step again."""
+        self._tree.reset()
         self.num_done = 0
 
 

@@ -84,7 +84,7 @@ class TreeSum:
         self._nodes = []
         return total.mul_(factor)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin again with slice 0."""
         self._nodes = []
 

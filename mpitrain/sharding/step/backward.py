@@ -51,22 +51,22 @@ class Backwards(StepState):
         """Whether it must be known what a backward does within calls: see [Note: route] in route.py."""
         return bool(self._passing) or self.reducer.has_missed
 
-    def follow(self, route: Route) -> None:
+    def begin_route(self, route: Route) -> None:
         """Called before a backward that takes this route. RuntimeError if shards that it uses were written since the forward."""
         if self.phase is not Phase.BACKWARD:
             self._notice_writes()
             if any(map(self._is_outdated, route.calls)):
-                self._fence.forget()
+                self._fence.abandon()
                 raise RuntimeError(
                     "parameters were written between a forward and its backward (by an optimizer, an EMA, a load), so the gradients "
                     "would fit neither the old nor the new values; run the backward first, or the forward again"
                 )
-        route.watch(self._enter, self._complete)
+        route.begin(self._enter, self._complete)
         self._routes.append(route)
         if self.phase is Phase.BACKWARD and route.expected is not None:
             self.reducer.expect(route.expected)
 
-    def leave(self, route: Route) -> None:
+    def end_route(self, route: Route) -> None:
         """Called after that backward, or after its exception."""
         route.end()
         if route in self._routes:
@@ -74,7 +74,7 @@ class Backwards(StepState):
 
     def _enter(self, call: Call) -> None:
         """Called before a backward comes into a call of a module."""
-        self._begin_backward()
+        self._ensure_backward()
         if torch.is_grad_enabled():
             self._graph = Graph.LIVE
             self._makes_graph = True
@@ -84,14 +84,14 @@ class Backwards(StepState):
                 self._unshard(unit)
             entered = entered.around
 
-    def _begin_backward(self) -> None:
+    def _ensure_backward(self) -> None:
         """Begin a backward, unless it has begun."""
         if self.phase is Phase.BACKWARD:
             return
-        self._open_backward()
+        self._begin_backward()
         at_end_of_backward(self._end_backward)
 
-    def _open_backward(self) -> None:
+    def _begin_backward(self) -> None:
         self._begin_reductions()
         for unit in self._lasting:
             self._unshard(unit)
@@ -99,7 +99,7 @@ class Backwards(StepState):
             self._prefetch.begin("backward")
 
     def _begin_reductions(self) -> None:
-        self._fence.go_on()
+        self._fence.skip()
         self.phase = Phase.BACKWARD
         self._makes_graph = False
         known = [route.expected for route in self._routes if route.expected is not None]
@@ -109,7 +109,7 @@ class Backwards(StepState):
 
     def on_gradient(self, number: int, index: int) -> None:
         """Called when autograd has accumulated the gradient of parameter `index` of the reducer's `gradients[number]`."""
-        self._begin_backward()
+        self._ensure_backward()
         self._check_unwritten(self.reducer.gradients[number][1].params[index])
         if self.reducer.reducing is not None:
             with self._communicating():
@@ -122,7 +122,7 @@ class Backwards(StepState):
     def _check_unwritten(self, param: ShardedParameter) -> None:
         """RuntimeError if a hook within the backward has written to a parameter whose gradient comes only now."""
         if self._writes_of.get(param) not in (None, count_writes([param.shard])):
-            self._fence.forget()
+            self._fence.abandon()
             raise RuntimeError(
                 f"parameter {param.name} was written within a backward before its gradient was complete (by a hook on an activation), "
                 "so the gradients would fit neither the old nor the new values; write after the backward, or in a hook of "
@@ -160,11 +160,11 @@ class Backwards(StepState):
         self.num_backwards += is_round
         with self._communicating():
             self.reducer.end(makes_graph=self._makes_graph)
-            self._forget_unused()
+            self._reset_unused()
             self.reducer.compress()
             if self._slice_buffers is not None and is_round:
                 self._slice_buffers.end_round()
-        self.close(is_compared=is_round and self._compares_at_end)
+        self.end_pass(is_compared=is_round and self._compares_at_end)
         for gradients in self.reducer.done:
             for param, was_used in zip(gradients.params, gradients.was_used, strict=True):
                 if was_used and param.shard.grad is not None and not gradients.is_within_step:
@@ -173,7 +173,7 @@ class Backwards(StepState):
             inputs, self._inputs = self._inputs, None
             inputs.warn()
 
-    def _forget_unused(self) -> None:
+    def _reset_unused(self) -> None:
         """Set the gradient of parameters that no rank used to None, like plain torch, so that an optimizer skips them.
 
         The same message compares the order of gathers between the ranks, unless the model has several copies, and the ranks' inputs
@@ -212,7 +212,7 @@ class Backwards(StepState):
         before = self.num_backwards
         yield
         if self.num_backwards == before:
-            self._open_backward()
+            self._begin_backward()
             self._end_backward()
 
 
@@ -273,10 +273,10 @@ def _followed(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[None]:
         step.num_around += is_within
     try:
         for step, route in routes.items():
-            step.follow(route)
+            step.begin_route(route)
         yield
     finally:
         for step, route in routes.items():
-            step.leave(route)
+            step.end_route(route)
         for step in steps:
             step.num_around -= is_within

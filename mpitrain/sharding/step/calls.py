@@ -48,7 +48,7 @@ _MOST = 100_000
 
 
 _FEW = 256
-"""So many more calls than those kept may wait to be forgotten."""
+"""So many more calls than those kept may wait to be freed."""
 
 
 class Call:
@@ -107,7 +107,7 @@ class _Calls:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.firsts: list[int] = []
-        self.num_kept = 0  # calls that were left when some were forgotten
+        self.num_kept = 0  # calls that were left when some were freed
         self.current: Call | None = None  # the innermost call under way
 
     def add(self, call: Call) -> None:
@@ -161,8 +161,8 @@ def finder() -> Callable[[Any, Call | None], Call | None]:
     return find
 
 
-def forget_calls(model: Model, is_past: Callable[[Call], bool]) -> None:
-    """Forget the calls of a model of which `is_past` is true, and those of models that are gone, if there are many new calls."""
+def free_calls(model: Model, is_past: Callable[[Call], bool]) -> None:
+    """Free the calls of a model of which `is_past` is true, and those of models that are gone, if there are many new calls."""
     for calls in _with_calls:
         # So each call is looked at a few times at most, however many others a frozen model has.
         if len(calls.calls) < 2 * calls.num_kept + _FEW:
@@ -218,8 +218,8 @@ class Reruns:
         self._again.clear()
         self._uncertain.clear()
 
-    def forget(self) -> None:
-        """Forget all calls, because their backward will not come, as after a write to the parameters."""
+    def reset(self) -> None:
+        """Begin again without calls, because their backward will not come, as after a write to the parameters."""
         self._ahead.clear()
         self._again.clear()
         self._uncertain.clear()

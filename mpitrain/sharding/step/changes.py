@@ -55,22 +55,22 @@ class Fence:
         if self._node is not None:
             self._node.barrier()
 
-    def put_off(self) -> None:
+    def begin(self) -> None:
         """Enter the fence's barrier without waiting: see [Note: fence put off]."""
         if self._node is not None:
             self._barrier, self._writes = self._node.barrier(async_op=True), count_writes(self._shards)
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """Wait for the fence that was put off, if one was. Not collective."""
         if self._barrier is not None:
             self._barrier.wait()
-            self.forget()
+            self._barrier = None
 
-    def go_on(self) -> None:
+    def skip(self) -> None:
         """The step continues: the next fence replaces the fence that was put off. RuntimeError if shards were written meanwhile."""
         if self._barrier is None:
             return
-        self.forget()
+        self._barrier = None
         if count_writes(self._shards) != self._writes:
             raise RuntimeError(
                 "parameters were written between a forward that recorded a graph and the next pass, while other ranks may have been "
@@ -78,8 +78,8 @@ class Fence:
                 "write to the parameters"
             )
 
-    def forget(self) -> None:
-        """Forget the fence that was put off."""
+    def abandon(self) -> None:
+        """After an exception: no rank waits for the fence that was put off."""
         self._barrier = None
 
 

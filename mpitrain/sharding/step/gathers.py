@@ -66,23 +66,23 @@ class Prefetch:
         """End the pass: free units that it did not use, and record its order."""
         if not self._kind:
             return
-        self._drop()
+        self._free()
         before = self._records.get(self._kind, self._order)
         (self._departed.discard if before == self._order else self._departed.add)(self._kind)
         self._records[self._kind] = self._order
         self._kind, self._expected = "", []
 
-    def reset(self) -> None:
+    def abandon(self) -> None:
         """End the pass after an exception, without a record of its order."""
-        self._drop()
+        self._free()
         self._kind, self._expected = "", []
 
-    def forget(self) -> None:
-        """Forget all records, because the ranks had different orders."""
+    def reset(self) -> None:
+        """Begin again without records, because the ranks had different orders."""
         self._records.clear()
         self._departed.clear()
 
-    def _drop(self) -> None:
+    def _free(self) -> None:
         for unit in self._ahead:
             unit.reshard()
         self._ahead.clear()
@@ -104,14 +104,14 @@ class Gathers:
         mine = self._checksum.to_bytes(4)
         return [*mine, *(255 - byte for byte in mine)]
 
-    def forget(self) -> None:
-        """Reset the checksum."""
+    def reset(self) -> None:
+        """Begin another checksum, after a comparison."""
         self._checksum = 0
 
     def check(self, most: torch.Tensor) -> None:
         """RuntimeError on all ranks if the checksums differ. `most`: the maximum of all ranks' `both_ways`."""
         highest, lowest = most.tensor_split(2)
-        self.forget()
+        self.reset()
         if not torch.equal(highest, 255 - lowest):
             raise RuntimeError(
                 "the ranks ran different sharded modules, or in different orders, so gathered parameters and results are wrong: "

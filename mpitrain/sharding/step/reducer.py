@@ -251,7 +251,7 @@ class Reducer:
                 gradients.give(index, mean)
             self.compression.count += 1
         for gradients in self.done:
-            gradients.finish_offload()
+            gradients.end_offload()
 
     def check_reduced(self, params: Iterable[torch.Tensor], doing: str) -> None:
         """RuntimeError if gradients of these shards still wait for their reduction, so that `doing` would miss them."""
@@ -272,24 +272,24 @@ class Reducer:
                     "or drop them by model.zero_grad()"
                 )
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         """Drop the full gradients of backwards under `no_sync`, and the sums of a step with slices that has not ended."""
-        self.forget_rounds()
+        self.reset_rounds()
         for unit in self.units:
             for flat in unit.flats:
-                flat.drop_grads()
+                flat.reset_grads()
         self.waits = False
 
-    def forget_rounds(self) -> None:
+    def reset_rounds(self) -> None:
         """Begin a step with slices again."""
         for _, gradients in self.order:
             if gradients.sums is not None:
-                gradients.sums.forget()
+                gradients.sums.reset()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Wait for a reduction that began before an exception, and drop its result."""
         if self.reducing is not None:
-            self.reducing.give_up_reduction()
+            self.reducing.abandon_reduction()
             self.reducing = None
 
     # Parameters thawed since they were sharded: see [Note: agreement]

@@ -37,7 +37,7 @@ class Route:
         self.expected: Expected | None = None
         self._hooks: list[Any] = []
 
-    def watch(self, enter: Callable[[Call], None], leave: Callable[[Unit], None]) -> None:
+    def begin(self, enter: Callable[[Call], None], leave: Callable[[Unit], None]) -> None:
         """Let the backward call `enter(call)` before it comes into a call, and `leave(unit)` when it has passed all exits of a unit."""
 
         def entering(call: Call) -> Callable[[Any], None]:

@@ -14,7 +14,7 @@ from mpitrain.placement.parts import stage_of
 from mpitrain.plans.draws import mark_places
 from mpitrain.sharding.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.slices.buffers import SliceBuffers
-from mpitrain.sharding.step.calls import Call, Place, Reruns, forget_calls
+from mpitrain.sharding.step.calls import Call, Place, Reruns, free_calls
 from mpitrain.sharding.step.changes import Fence, FullWrites, Tree
 from mpitrain.sharding.step.checks.same_inputs import SameInputs
 from mpitrain.sharding.step.gathers import Gathers, Prefetch
@@ -25,7 +25,7 @@ from mpitrain.sharding.unit.unit import Unit, UnitState, unit_of
 from mpitrain.torch_glue.torch_internals import outdate, writes_to_each
 
 _NUM_KEPT = 16
-"""The number of writes after which calls are forgotten, even if their parameters were not written."""
+"""The number of writes after which calls are freed, even if their parameters were not written."""
 
 
 class Phase(Enum):
@@ -65,7 +65,7 @@ class StepState:
         self._tree = Tree(root)
         self._graph = Graph.NONE
         self._makes_graph = False  # whether this backward makes a graph
-        self._held: set[Unit] = set()  # units that stay full until `let_go`
+        self._held: set[Unit] = set()  # units that stay full until `end_hold`
         self._running: set[Unit] = set()  # units whose modules' calls have not returned
         self._ran: set[Unit] = set()  # units whose modules ran in this forward, or in the last one
         self.places: dict[int, Place] = {}
@@ -134,14 +134,14 @@ class StepState:
             if self._running:  # a backward within a forward
                 self._full_writes.begin()
             self._written |= dict.fromkeys(written, writes)
-            self._reruns.forget()
+            self._reruns.reset()
         before = self._writes
         self._earlier_writes.append(before)
         self._writes, self._writes_of = writes, of_params
         # Calls of the last step stay, to refuse their backward. So do those whose parameters were not written, for parts that are
         # trained in turns: steps of one come before the backward of the other one.
         oldest = self._earlier_writes[0]
-        forget_calls(self, lambda it: it.writes < oldest or (it.writes < before and self._is_outdated(it)))
+        free_calls(self, lambda it: it.writes < oldest or (it.writes < before and self._is_outdated(it)))
 
     def _is_outdated(self, call: Call) -> bool:
         """Whether a parameter that the module of a call may have used was written since."""
@@ -167,7 +167,7 @@ class StepState:
             self._prefetch.used(unit)
 
     def _reshard(self, unit: Unit, *, keep: bool = False, for_backward: bool = False) -> None:
-        """Show the shards of a unit, and free its full parameters unless a graph, `keep` or `hold` needs them."""
+        """Show the shards of a unit, and free its full parameters unless a graph, `keep` or `begin_hold` needs them."""
         if unit in self._held or unit in self._running:
             return  # a backward within a forward leaves alone what the forward still uses
         if unit.state in (UnitState.SHARDED, UnitState.UNSHARDING):
@@ -181,9 +181,9 @@ class StepState:
         """The ranks that average their gradients."""
         return ranks.data_parallel if self.units[0].sync_copies else ranks.within
 
-    def settle(self) -> None:
+    def end_fence(self) -> None:
         """Called before shards are returned to the user or written: see [Note: fence put off] in changes.py. Not collective."""
-        self._fence.settle()
+        self._fence.end()
 
     def end_graph(self) -> None:
         """Free full parameters that stayed for a graph: see [Note: second derivatives]."""
@@ -204,14 +204,14 @@ class StepState:
                 "are full and must not change. Register only methods that compute, such as a loss; a method that takes steps calls the "
                 "model or those methods, and needs no registration itself"
             )
-        self.settle()
+        self.end_fence()
         self.reducer.check_reduced(params, doing)
         if self._graph is not Graph.NONE:
             own = {id(shard) for shard in self._shards}
             if any(id(param) in own for param in params):
                 self.end_graph()
 
-    def close(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
+    def end_pass(self, *, before_backward: bool = False, is_compared: bool = False) -> None:
         """Called after the outermost forward, and after a backward. `before_backward`: a backward may follow. `is_compared`: the ranks
         have compared the order of their gathers."""
         with self._communicating():
@@ -224,7 +224,7 @@ class StepState:
         # A backward may have run within a forward, or while parameters are held.
         self.phase = Phase.FORWARD if self._held or self._running else Phase.IDLE
         if before_backward:
-            self._fence.put_off()
+            self._fence.begin()
             return
         with self._communicating():
             if self._compares and not is_compared:
@@ -238,21 +238,21 @@ class StepState:
         try:
             self._gathers.check(most)
         except RuntimeError:
-            self.reset()
-            self._prefetch.forget()
+            self.abandon()
+            self._prefetch.reset()
             raise
 
-    def reset(self) -> None:
+    def abandon(self) -> None:
         """Back to idle after an exception in the middle of a step. No communication: the ranks may be anywhere."""
         self._graph = Graph.NONE
-        self.reducer.forget_rounds()
+        self.reducer.reset_rounds()
         if self._slice_buffers is not None:
-            self._slice_buffers.reset()
+            self._slice_buffers.abandon()
         for unit in self.units:
-            unit.reset()
+            unit.abandon()
         self._watched.clear()
-        self._reruns.forget()
-        self._prefetch.reset()
-        self._gathers.forget()
+        self._reruns.reset()
+        self._prefetch.abandon()
+        self._gathers.reset()
         self.phase = Phase.IDLE
-        self._fence.forget()
+        self._fence.abandon()

@@ -1,14 +1,15 @@
 """The step of one sharded model: its phase, and the order in which its units are unsharded, resharded and reduced.
 
 A parameter between two forwards (unit/storage.py says which full parameters are gathered, and which last):
-1. The outermost forward begins with `open`: full parameters that last are filled from the shards and shown, if that needs no
+1. The outermost forward begins with `begin_pass`: full parameters that last are filled from the shards and shown, if that needs no
    all-gather.
 2. `ShardedModule.__call__` calls `forward`. `_unshard` fills all other full parameters of the module, and the module shows them.
 3. After the module's own forward `_reshard` shows the shards again and frees gathered full parameters, unless `reshard_after_forward`
-   keeps them, or a part of them. Those of the outermost module stay, because the backward begins there. `close` shows the shards of the
-   full parameters that last after the outermost forward.
+   keeps them, or a part of them. Those of the outermost module stay, because the backward begins there. `end_pass` shows the shards of
+   the full parameters that last after the outermost forward.
 4. A backward follows a route ([Note: route] in route.py). `_begin_backward` unshards the units that last. Before the backward comes
-   into a call of a module, `_enter` unshards any other unit. `_complete` or `_end_backward` reshards them, and `close` those that last.
+   into a call of a module, `_enter` unshards any other unit. `_complete` or `_end_backward` reshards them, and `end_pass` those that
+   last.
 5. The optimizer writes the shards, those in resident memory after a fence (changes.py). The next forward fills full parameters.
 
 A gradient between autograd and the optimizer:
@@ -75,7 +76,7 @@ class TrainingStep(Backwards):
         is_inner = unit in self._running  # a method calls its own module, or the module calls itself
         try:
             if is_root:
-                self.open()
+                self.begin_pass()
             elif is_outermost:  # within `unshard`
                 self._notice_writes()
             self._running.add(unit)
@@ -91,7 +92,7 @@ class TrainingStep(Backwards):
                     if isinstance(error, Exception) and self._compares:  # not for Ctrl-C
                         check_error(error, self._passing, self._tree.module)
                 finally:
-                    self.reset()  # no fence: the other ranks may be anywhere
+                    self.abandon()  # no fence: the other ranks may be anywhere
             raise
         finally:
             if not is_inner:
@@ -100,12 +101,12 @@ class TrainingStep(Backwards):
             # The outermost module's backward comes first: its unit stays full for it.
             self._reshard(unit, keep=not unit.reshard_after_forward or (is_root and with_grad), for_backward=with_grad)
         if is_root:
-            self.close(before_backward=with_grad)
+            self.end_pass(before_backward=with_grad)
         return output
 
     def _run_again(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Within a backward: activation checkpointing computes a forward again, and the backward that follows needs the parameters."""
-        self._begin_backward()  # with reentrant checkpointing this may be the first call of a backward
+        self._ensure_backward()  # with reentrant checkpointing this may be the first call of a backward
         if self._reruns.run_again(unit):
             self.reducer.expect_all(unit)
         return self._run(unit, call, args, kwargs)
@@ -115,7 +116,7 @@ class TrainingStep(Backwards):
         self._check_copies()
         if unit is not self.units[0] and entry is None:
             if self.phase is Phase.BACKWARD:
-                self.reset()  # an exception has ended it
+                self.abandon()  # an exception has ended it
             if unit.state is not UnitState.UNSHARDED:  # `ShardedModule.unshard`
                 raise outside(self._module_of(unit))
 
@@ -186,13 +187,13 @@ class TrainingStep(Backwards):
         self._watched.add(kind)
         return Watch(self.units, self._tree.module)
 
-    def open(self) -> None:
+    def begin_pass(self) -> None:
         """Called before the outermost forward: see [Note: fences] in changes.py. First cleans up after an earlier exception."""
         if self.phase is not Phase.IDLE:
-            self.reset()
+            self.abandon()
         if self.reducer.reducing is not None:
-            self.reducer.give_up()
-        self._fence.go_on()
+            self.reducer.abandon()
+        self._fence.skip()
         self._tree.check()
         if self._graph is Graph.USED:
             self._graph = Graph.NONE
@@ -241,30 +242,30 @@ class TrainingStep(Backwards):
             with self._communicating():
                 self._slice_buffers.end_step()
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         """Drop gradients that wait, and the rounds of a step with slices that has not ended."""
-        self.reducer.drop()
+        self.reducer.reset()
         if self._slice_buffers is not None:
-            self._slice_buffers.forget()
+            self._slice_buffers.reset()
 
-    def tidy(self) -> None:
+    def before_reads(self) -> None:
         """Called before the model's parameters are returned to the user: after an exception in a backward the full ones are shown."""
         if self.phase is Phase.BACKWARD and not in_backward():
-            self.reset()
-        self.settle()
+            self.abandon()
+        self.end_fence()
 
-    def hold(self, unit: Unit) -> None:
-        """Keep the full parameters of a unit filled and shown until `let_go`. Collective."""
+    def begin_hold(self, unit: Unit) -> None:
+        """Keep the full parameters of a unit filled and shown until `end_hold`. Collective."""
         self._unshard(unit)
         self._held.add(unit)
 
     @property
     def is_held(self) -> bool:
-        """Whether some unit is kept filled until `let_go`."""
+        """Whether some unit is kept filled until `end_hold`."""
         return bool(self._held)
 
-    def let_go(self, unit: Unit) -> None:
-        """End `hold`."""
+    def end_hold(self, unit: Unit) -> None:
+        """End `begin_hold`."""
         self._held.discard(unit)
         if not unit.lasts:
             self._reshard(unit)

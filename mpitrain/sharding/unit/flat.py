@@ -92,7 +92,7 @@ class FlatParameters:
         """The gradients that are reduced: first those of the parameters trained from the start, then one entry for each thaw."""
         self.is_outdated = False
         self.is_filling = False  # so that the shards are read for the full parameters
-        self.empty()
+        self.free()
 
     def _gradients_of(self, indices: Sequence[int]) -> Gradients:
         params, layout = [self.params[index] for index in indices], self.layout.only(indices)
@@ -164,11 +164,11 @@ class FlatParameters:
         finally:
             self.is_filling = False
 
-    def empty(self, *, for_backward: bool = False) -> None:
-        """Free the full parameters, unless they stay in memory (`Storage.lasts`). `for_backward`: see `Gathered.empty`."""
-        if self.storage.empty(for_backward=for_backward):
+    def free(self, *, for_backward: bool = False) -> None:
+        """Free the full parameters, unless they stay in memory (`Storage.lasts`). `for_backward`: see `Gathered.free`."""
+        if self.storage.free(for_backward=for_backward):
             self.put_back()
-            self.storage.empty(for_backward=for_backward)
+            self.storage.free(for_backward=for_backward)
         if not (self.storage.lasts or self.is_outdated):
             self.is_outdated = True
             outdate(self._fulls)
@@ -202,11 +202,11 @@ class FlatParameters:
         """Whether gradients wait to be reduced."""
         return any(gradients.placed or gradients.waiting for gradients in self.gradients)
 
-    def drop_grads(self) -> None:
+    def reset_grads(self) -> None:
         """Drop full gradients that were not reduced."""
         for gradients in self.gradients:
             gradients.placed.clear()
-            gradients.waiting.clear()
+            gradients.waiting.reset()
 
 
 def _take_rows(shard: nn.Parameter, original: nn.Parameter, box: ShardBox, comm: Communicator) -> None:

@@ -60,7 +60,7 @@ class WaitingSums:
                 total += grad
         return total
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Drop all of them."""
         self._sums.clear()
         for param in self._params:
@@ -93,6 +93,6 @@ class ShardSums:
         self._sums[shard] = total.add_(mean)
         grad.copy_(total)
 
-    def forget(self, shard: torch.nn.Parameter) -> None:
+    def reset(self, shard: torch.nn.Parameter) -> None:
         """The next mean becomes the gradient of a shard that has none."""
         self._sums.pop(shard, None)

@@ -166,7 +166,7 @@ class Gradients:
         shard = self.params[index].shard
         self.was_fresh[index] = shard.grad is None
         if shard.grad is None:
-            self._shard_sums.forget(shard)
+            self._shard_sums.reset(shard)
 
     def progress(self) -> None:
         """Progress a reduction that has begun, without waiting for other ranks."""
@@ -212,7 +212,7 @@ class Gradients:
 
     @contextmanager
     def _beside(self, *, after_all: bool = False) -> Iterator[None]:
-        """In the block, gradients are copied from a GPU to the host in a separate stream while the GPU computes: see `finish_offload`.
+        """In the block, gradients are copied from a GPU to the host in a separate stream while the GPU computes: see `end_offload`.
 
         `after_all`: the copies come after everything that is queued now. Otherwise `Work.wait` must order the stream.
         """
@@ -226,19 +226,19 @@ class Gradients:
         with torch.cuda.stream(self._stream):
             yield
 
-    def finish_offload(self) -> None:
+    def end_offload(self) -> None:
         """Wait for copies of gradients to the host, before the host uses them."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    def give_up_reduction(self) -> None:
+    def abandon_reduction(self) -> None:
         """Wait for the reduction, if one has begun, and drop its result."""
         if self._reduction is not None:
             self._reduction.wait()
             self._reduction = self._mean = None
         self._left = []
         if self.sums is not None:
-            self.sums.forget()
+            self.sums.reset()
 
     def adopt_grads(self) -> None:
         """Make the full gradients the gradients of the shards, without a reduction, if the shards are whole parameters.

@@ -73,7 +73,7 @@ class Storage:
     def begin_fill(self, shard: torch.Tensor, *, ahead: bool = True) -> None:
         """Begin to fill the full parameters, unless they are already full. Collective.
 
-        `ahead`: if the all-gather overlaps with computation, `fill` or `finish` ends it. Otherwise it has ended on return.
+        `ahead`: if the all-gather overlaps with computation, `fill` or `end_fill` ends it. Otherwise it has ended on return.
         """
         raise NotImplementedError
 
@@ -83,10 +83,10 @@ class Storage:
             return False
         if not self.is_under_way:
             self.begin_fill(shard, ahead=False)
-        self.finish()
+        self.end_fill()
         return True
 
-    def finish(self) -> None:
+    def end_fill(self) -> None:
         """Wait for an all-gather that has begun, and raise its errors."""
         if self._work is not None:
             work, self._work = self._work, None
@@ -96,8 +96,8 @@ class Storage:
     def expire(self) -> None:
         """Mark full parameters that last as not full, because the shards may have changed."""
 
-    def empty(self, *, for_backward: bool = False) -> bool:
-        """Free full parameters that do not last. Returns whether they have other memory in place of that: see `Gathered.empty`."""
+    def free(self, *, for_backward: bool = False) -> bool:
+        """Free full parameters that do not last. Returns whether they have other memory in place of that: see `Gathered.free`."""
         return False
 
     def _all_gather(
@@ -220,7 +220,7 @@ class Gathered(Storage):
             self._all_gather(self._group, _raw(self.full_buffer), self._piece, self._cuts(self._group)[1], ahead=ahead)
 
     @torch.no_grad()
-    def empty(self, *, for_backward: bool = False) -> bool:
+    def free(self, *, for_backward: bool = False) -> bool:
         """Free the memory. `for_backward`: the full parameters will be filled again before the shards change.
 
         If the program has a NumPy array of a full parameter, torch neither frees nor refills the memory, which `Tensor.numpy()` has
@@ -228,7 +228,7 @@ class Gathered(Storage):
         freed, and the call returns True.
         """
         with suppress(Exception):  # an error of an all-gather whose result is not needed
-            self.finish()
+            self.end_fill()
         if not for_backward or self._group is None:
             self._piece = None
         elif self._piece is None and self.is_full:

@@ -159,7 +159,7 @@ class Unit:
         """
         for flat in self.flats:
             flat.show_shards()
-            flat.empty(for_backward=for_backward)
+            flat.free(for_backward=for_backward)
         self._guard()
         self.state = UnitState.SHARDED
 
@@ -173,14 +173,14 @@ class Unit:
         for flat in self.flats:
             flat.storage.expire()
 
-    def reset(self) -> None:
+    def abandon(self) -> None:
         """Go back to SHARDED after an exception, without communication. Drop gradients that were not reduced."""
         for flat in self.flats:
             with suppress(Exception):  # the first exception says more
-                flat.storage.finish()
+                flat.storage.end_fill()
         self.reshard()
         for flat in self.flats:
-            flat.drop_grads()
+            flat.reset_grads()
 
     # Checks
 

@@ -137,7 +137,7 @@ MPITRAIN = Software(
     fused_norms=False,
     keeps_gathered=True,
     interleaved=(2, 3, 4),  # parallel.stages_per_rank
-    gathers_each_forward=True,  # sharding/step/step.py: `open` marks full parameters as expired
+    gathers_each_forward=True,  # sharding/step/step.py: `begin_pass` marks full parameters as expired
     recomputes_last=False,  # torch's checkpoint stops when it has all tensors that the backward needs
 )
 """This library, as docs/sharding.md and docs/parallel.md describe it."""

@@ -2,7 +2,7 @@
 
 Each rank hashes the inputs of its first training forwards, on their device: all up to the first backward that reduces, so that an
 evaluation with gradients, or the first of several micro-batches, does not decide alone. The hash goes with the message that each such
-backward sends anyway, `_forget_unused` in backward.py, until the ranks have compared it: mostly once. The ranks take the maximum of the
+backward sends anyway, `_reset_unused` in backward.py, until the ranks have compared it: mostly once. The ranks take the maximum of the
 hashes and of their complements. If these are complements again, all hashes were equal. So no message is added, and the host does
 not wait for a device: a hash that is still on its way goes with a later message.
 """
