@@ -51,7 +51,8 @@ from collectives.diagnosis import stacks
 from collectives.diagnosis.hangs.deadline import Standstill
 from collectives.diagnosis.job import all_ranks
 from collectives.progress.issued import Announced, Issues
-from collectives.progress.work import Progress, Queued
+from collectives.progress.progress import Progress
+from collectives.progress.work import Queued
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 

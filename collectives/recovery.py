@@ -24,8 +24,8 @@ from collectives.diagnosis.hangs import monitor
 from collectives.diagnosis.hangs.losses import without_guesses
 from collectives.diagnosis.job import Job
 from collectives.launcher import ULFM_VARIABLE, is_on
+from collectives.progress.progress import of_this_process
 from collectives.progress.unusable import Freed
-from collectives.progress.work import of_this_process
 
 _PAUSE_S = 0.05
 

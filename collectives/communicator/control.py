@@ -19,13 +19,14 @@ from collectives.communicator.arguments import rank_of
 from collectives.communicator.transports import Transports
 from collectives.diagnosis.recorder import Recorder
 from collectives.diagnosis.together import Report, joined, raised_on, report_of
+from collectives.progress.arrived import Arrived
 from collectives.progress.queue import AsyncQueue
-from collectives.progress.work import Arrived, Work
+from collectives.progress.work import Work
 from collectives.transports.node.meeting import IN_ORDER
 
 
 class Control:
-    """The control messages of one communicator, whose methods communicator.py explains."""
+    """The control messages of one communicator, whose methods calls.py explains."""
 
     def __init__(
         self,

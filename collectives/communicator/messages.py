@@ -13,8 +13,9 @@ from collectives.communicator import unfinished
 from collectives.communicator.group import Groups
 from collectives.diagnosis.record import ENDED, FAILED, Entry, Log
 from collectives.diagnosis.stacks import issued_here
+from collectives.progress.progress import Progress
 from collectives.progress.queue import AsyncQueue
-from collectives.progress.work import Progress, Work
+from collectives.progress.work import Work
 from collectives.transports.message import Message
 
 _USER_TAG = 1 << 8  # tags below are the library's own
@@ -22,7 +23,7 @@ _NUM_USER_TAGS = (1 << 15) - _USER_TAG  # MPI guarantees tags up to 32767
 
 
 class Messages:
-    """The messages of one communicator. communicator.py explains the methods and their arguments.
+    """The messages of one communicator. calls.py explains the methods and their arguments.
 
     `in_flight`: the unfinished messages.
     """

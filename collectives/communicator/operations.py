@@ -1,10 +1,11 @@
 """The collectives of a Communicator: check the arguments, choose the algorithm, call its transport.
 
 Each operation first looks for a plan of an earlier, equal call. Without a plan it makes `Buffer` views of the arrays and checks that
-they fit. `carry_out` then calls the transport of the chosen algorithm and `result()`. communicator.py documents the operations.
+they fit. `carry_out` then calls the transport of the chosen algorithm and `result()`. calls.py documents the operations.
 
-A new collective needs: its method there and here, a Transport's method (transports/transport.py) in mpi.py, scheduled.py, node/pulls.py
-and gpu/nccl.py, its name in selection/selector.py, its schedules in schedules/__init__.py, their expected result in schedules/check.py.
+A new collective needs: its method in calls.py and here, a Transport's method (transports/transport.py) in mpi.py, scheduled.py,
+node/pulls.py and gpu/nccl.py, its name in selection/selector.py, its schedules in schedules/__init__.py, their expected result in
+schedules/check.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -14,7 +14,8 @@ from collectives.diagnosis.start import meeting
 from collectives.diagnosis.start.initialize import start_mpi
 from collectives.environment import check_choices, switch
 from collectives.launcher import check_launcher, check_main_program, check_no_child, leave_mark
-from collectives.progress.work import Progress, choose_progress
+from collectives.progress.choice import choose_progress
+from collectives.progress.progress import Progress
 from collectives.selection import table_cache
 from collectives.selection.table import Table, built_in
 

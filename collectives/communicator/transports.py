@@ -150,3 +150,11 @@ class Transports:
         self._planners.clear()
         self.shared = self.on_node = None
         self._executor.free()
+
+
+def ranks_by_node(mpi: Any, node: Any) -> list[list[int]]:
+    """The ranks of `mpi` on each node, in order. Collective. `node`: mpi4py's communicator of the ranks on this rank's node."""
+    by_leader: dict[int, list[int]] = {}
+    for rank, leader in enumerate(mpi.allgather(node.bcast(mpi.rank))):
+        by_leader.setdefault(leader, []).append(rank)
+    return list(by_leader.values())

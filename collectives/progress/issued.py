@@ -10,7 +10,7 @@ from collectives.transports.node.posted import Post
 
 
 class Issues:
-    """Announces each asynchronous operation of a communicator to its ranks by a barrier: see [Note: progress] in work.py.
+    """Announces each asynchronous operation of a communicator to its ranks by a barrier: see [Note: progress] in progress.py.
 
     The barriers use a clone of the communicator: a rank that calls the operation without async_op starts no barrier, and on the
     communicator itself its next collective would match the barrier of the other ranks. `log`: of the clone.

@@ -6,8 +6,9 @@ from typing import Any
 from weakref import ref
 
 from collectives.progress.issued import Issues, Posted
+from collectives.progress.progress import Progress
 from collectives.progress.unusable import Freed
-from collectives.progress.work import Progress, Queued, Work
+from collectives.progress.work import Queued, Work
 
 
 class AsyncQueue:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from collectives.progress.issued import Issues
-from collectives.progress.work import Progress, Queued, of_this_process
+from collectives.progress.progress import Progress, of_this_process
+from collectives.progress.work import Queued
 
 
 class Freed(Progress):

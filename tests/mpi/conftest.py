@@ -233,7 +233,7 @@ def two_nodes(comm: Any) -> Any:
 def two_nodes_flying(comm: Any) -> Any:
     """As `two_nodes`, with a progress thread."""
     import collectives
-    from collectives.progress.work import Thread
+    from collectives.progress.on_thread import Thread
 
     return collectives.Communicator(TwoNodes(comm.mpi.Dup()), progress=Thread())
 

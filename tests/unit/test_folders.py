@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("collectives", "ckpt", "mpitrain", "benchmarks")
 MAX_MODULES = 16
+MAX_LINES = 400
 NAMES_OF_PYTHON = {"_replace", "_fields", "_asdict"}  # of a NamedTuple
 
 
@@ -152,6 +153,11 @@ def test_no_folder_holds_too_many_modules() -> None:
         if max(len(files), len(packages)) > MAX_MODULES:
             crowded[str(folder.relative_to(ROOT))] = len(files), len(packages)
     assert crowded == {}
+
+
+def test_no_file_is_too_long() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()}
+    assert {name: num for name, num in lines.items() if num > MAX_LINES} == {}
 
 
 def private_names_of_others(path: Path) -> Iterator[str]:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from collectives.diagnosis import dump, loss
 from collectives.diagnosis.hangs import deadline
-from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.hangs.deadline import Deadline
+from collectives.diagnosis.hangs.node.board import Board
 from collectives.diagnosis.ring.roster import Roster
 
 _UNTOLD_S = 10.0  # after a loss, for the launcher to tell MPI: it tells deaths by signals alone

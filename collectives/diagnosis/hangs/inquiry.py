@@ -6,8 +6,8 @@ from typing import Any
 
 from collectives.diagnosis import dump
 from collectives.diagnosis.hangs.answer import State, Waiting
-from collectives.diagnosis.hangs.board import Board
-from collectives.diagnosis.hangs.look import Look, look
+from collectives.diagnosis.hangs.node.board import Board
+from collectives.diagnosis.hangs.node.look import Look, look
 from collectives.diagnosis.hangs.notice import Notices, Wait
 from collectives.diagnosis.ring.roster import Roster
 

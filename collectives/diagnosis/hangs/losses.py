@@ -16,9 +16,9 @@ from collectives.cgroup import NAMED, Kills, with_outer
 from collectives.diagnosis import dump
 from collectives.diagnosis.ending import end_process
 from collectives.diagnosis.failure import is_in_report
-from collectives.diagnosis.hangs import process
 from collectives.diagnosis.hangs.bell import Bell
-from collectives.diagnosis.hangs.board import Board
+from collectives.diagnosis.hangs.node import process
+from collectives.diagnosis.hangs.node.board import Board
 from collectives.diagnosis.ring.goodbye import End, Heard, Neighbours
 from collectives.diagnosis.ring.roster import Roster
 from collectives.launcher import Daemon

@@ -19,34 +19,30 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from collectives.diagnosis import dump, loss, oom, record, uncaught
 from collectives.diagnosis.ending import Before, LastWords, abort_job, end_together, leave_alone
 from collectives.diagnosis.failure import write_failure
 from collectives.diagnosis.finalize import leave_out_barrier
-from collectives.diagnosis.hangs import answer, deadline, deadlock, long_wait, notice, report
-from collectives.diagnosis.hangs.answer import State, Waiting
+from collectives.diagnosis.hangs import answer, deadline, long_wait, notice
+from collectives.diagnosis.hangs.answer import State
 from collectives.diagnosis.hangs.bell import Bell
-from collectives.diagnosis.hangs.board import Board
 from collectives.diagnosis.hangs.channel import MonitorChannel
+from collectives.diagnosis.hangs.conclusions import ORDER_S, Conclusions
 from collectives.diagnosis.hangs.deadline import Clock, Deadline, Standstill, last_resort
 from collectives.diagnosis.hangs.evictions import Evictions, Stuck, endless_recovery
-from collectives.diagnosis.hangs.inquiry import ANSWER_S, CONFIRM_S, GRACE_S, LOOK_S, Inquiries, Inquiry
-from collectives.diagnosis.hangs.look import last_record
+from collectives.diagnosis.hangs.inquiry import ANSWER_S, GRACE_S, Inquiries
 from collectives.diagnosis.hangs.losses import Losses
+from collectives.diagnosis.hangs.node.board import Board
 from collectives.diagnosis.job import Job, keep
 from collectives.diagnosis.ring import goodbye, roster
 
 _POLL_S = 0.5  # between two looks at messages, whose time is not measurable
 _BUSY_POLL_S = 0.05  # while the monitor waits for answers, in checked mode, and when the program has ended
-_LAUNCHER_S = 1.0  # for the launcher to end the job of a dead rank with that rank's exit code
 _STAGGER_S, _MAX_STAGGER_S = 0.25, 4.0  # a rank waits this long for each lower rank to ask first, so that few ranks ask
-_ORDER_S = 0.6  # checked mode: after this wait in a comparison the monitor asks the other ranks
 _ENDED_S = 0.3  # after this time an ended rank tells rank 0, unless all programs have ended
-_ROUND_S = 1.0  # between two rounds in which rank 0 asks whether ranks wait for an ended rank
-_ROUND_SHARE = 0.05  # of rank 0's time at most, because reading thousands of answers takes long
 
 
 class Monitor:
@@ -58,6 +54,8 @@ class Monitor:
         self._bell = Bell()
         self._turn = threading.Lock()  # of the thread, and of a recovery that changes the ranks
         self._notices = notice.Notices(notice.from_environment())
+        self._wants_places = False  # a thread that ends the job waits for `_has_shown`
+        self._has_shown = threading.Event()
         self._join(mpi)
         self._thread = threading.Thread(target=self._run, name="collectives-monitor", daemon=True)
         self._stop = threading.Event()
@@ -69,8 +67,6 @@ class Monitor:
         self._told_end = False
         self._clock = Clock()
         self._standstill = Standstill()
-        self._wants_places = False  # a thread that ends the job waits for `_has_shown`
-        self._has_shown = threading.Event()
 
     def _join(self, mpi: Any) -> None:
         """Begin to watch the ranks of `mpi`. Collective over them."""
@@ -82,15 +78,24 @@ class Monitor:
         LastWords.note = self._board.note_last
         self._losses = Losses(mpi, self._roster, self._board, self._bell)
         self._evictions = Evictions(self.rank, self._roster, self._board, self._send)
-        self._evicted: set[int] = set()  # the ranks that were to be ended at the deadline
         self._ended_ranks: dict[int, State] = {}  # on rank 0: the ranks that have told their end
         self._inquiries = Inquiries(self.rank, self._roster, self._board, self._send, self._notices, self._state)
+        self._conclusions = Conclusions(
+            self.rank,
+            self._roster,
+            self._board,
+            self._send,
+            inquiries=self._inquiries,
+            notices=self._notices,
+            evictions=self._evictions,
+            has_shown=self._has_shown,
+        )
 
     def rejoin(self, mpi: Any) -> None:
         """Watch the ranks of `mpi`, which a loss has left, instead of all ranks before. Collective over them."""
         with self._turn:
             if (unsaid := self._losses.unsaid(_gone(self.mpi, mpi))) is not None:
-                self._lose(unsaid.ranks, unsaid.why)
+                self._conclusions.lose(unsaid.ranks, unsaid.why)
             self._losses.close()
             self._board.close()
             LastWords.note = None
@@ -184,7 +189,7 @@ class Monitor:
     def _mind(self, now: float) -> None:
         """Look at all that concerns this rank and the others, and answer their monitors."""
         if (lost := self._losses.look(now)) is not None:
-            self._lose(lost.ranks, lost.why, may_go_on=not lost.is_silent)
+            self._conclusions.lose(lost.ranks, lost.why, may_go_on=not lost.is_silent)
         self._board.note(now, loss.RECOVERING if loss.Known.is_handled else "")
         if loss.is_known():
             if not loss.Known.is_handled:
@@ -200,45 +205,13 @@ class Monitor:
         if inquiry is None:
             self._look(now)
         elif inquiry.purpose == "deadline" or inquiry.is_over(now):
-            self._follow(inquiry, now)
+            late = self._late() if inquiry.purpose == "deadline" else None
+            self._conclusions.follow(inquiry, now, late)
 
     def _end(self, stuck: Stuck | None) -> None:
         """End the job if a recovery cannot end."""
         if stuck is not None:
-            self._lose([], f"{self._roster.name(self.rank)}: {stuck.why}", stuck.code)
-
-    def _lose(self, ranks: Sequence[int], report: str, code: int = 1, *, may_go_on: bool = True) -> None:
-        """Act on the loss of `ranks`: they have died, their host is silent, or they are past the deadline.
-
-        In a job that survives losses, the ranks past the deadline end, and the others go on. Another job ends here, and so does one
-        with a silent host: MPI would wait for that host, and its ranks for this one. So does a job of which a rank could not be ended,
-        because no other rank of its host can do it. The report comes first, because the launcher may end this rank at any time: MPICH's
-        does so within a millisecond.
-        """
-        if Job.survives and ranks and may_go_on:
-            loss.Known.causes.append(report.lstrip().partition("\n")[0])
-            if code == deadline.EXIT_CODE:
-                dump.say(report)
-                self._inquiries.current = None
-                self._inquiries.quiet_until["deadline"] = time.monotonic() + GRACE_S
-                self._evicted.update(ranks)
-                for rank in sorted(ranks, key=lambda rank: rank == self.rank):  # this one last: it ends at once
-                    self._evictions.evict(rank, "this rank is past the deadline")
-            elif not loss.is_known():  # else another rank has said so, or will
-                loss.note()  # first, because the main thread may ask now
-                dump.say(f"{report}. The other ranks go on.")
-            return
-        report += "" if code == deadline.EXIT_CODE else ". The job ends."
-        dump.say(report)
-        goodbye.say(goodbye.End.ABORT)
-        slots = [slot for rank in ranks if (slot := self._board.read(rank)) is not None]
-        records = "".join(map(last_record, slots)) if code != deadline.EXIT_CODE else ""
-        write_failure(report + records)
-        dump.say(records.lstrip("\n"))
-        dump.write_file(f"the loss of {self._roster.names(ranks)}")
-        if code != deadline.EXIT_CODE:
-            time.sleep(_LAUNCHER_S)
-        abort_job(code)
+            self._conclusions.lose([], f"{self._roster.name(self.rank)}: {stuck.why}", stuck.code)
 
     def _look(self, now: float) -> None:
         """Ask all ranks for their state if an operation of this rank has waited too long, or if a rank has ended."""
@@ -259,7 +232,7 @@ class Monitor:
             self._inquiries.ask("end", known=self._ended_ranks)
         elif self.checked and now > self._inquiries.quiet_until["order"]:
             stagger = min(self.rank * _STAGGER_S / 10, 0.4)
-            begun = record.open_operations(begun_before=now - _ORDER_S - stagger)
+            begun = record.open_operations(begun_before=now - ORDER_S - stagger)
             if any(each.log.comparing for each in begun):
                 self._inquiries.ask("order")
 
@@ -291,7 +264,7 @@ class Monitor:
         self._notices.told(age_s)
 
     def _end_late(self) -> None:
-        """Ask all ranks for their state. When they have answered, or the time for answers is over, `_follow` ends the job."""
+        """Ask all ranks for their state. When they have answered, or the time for answers is over, `Conclusions` ends the job."""
         why = f"the deadline of {Deadline.seconds:g} s has passed"
         dump.write_file(why)
         if self._talks():
@@ -301,89 +274,6 @@ class Monitor:
             dump.say(text)
             write_failure(text)
             abort_job(deadline.EXIT_CODE)
-
-    def _follow(self, inquiry: Inquiry, now: float) -> None:
-        """Act on the answers to an inquiry. One for a deadline is dropped if its operation has ended in the meantime."""
-        if inquiry.purpose == "deadline":
-            late = self._late()
-            if late is None and inquiry.late is None:
-                self._inquiries.current = None
-                return
-            if late is not None and inquiry.late is None and inquiry.missing and now - inquiry.asked > LOOK_S:
-                inquiry.late = answer.waiting(late, self.rank)
-                self._inquiries.look_at(inquiry.missing, inquiry)
-            if inquiry.is_over(now):
-                waiting = inquiry.late if late is None else answer.waiting(late, self.rank)
-                assert waiting is not None
-                self._end_at_deadline(waiting, inquiry)
-            return
-        self._inquiries.current = None
-        if inquiry.purpose == "notice":
-            assert inquiry.wait is not None
-            if self._notices.goes_on(inquiry.wait):
-                dump.say(
-                    long_wait.notice(
-                        self.rank, inquiry.wait.number, inquiry.states, Deadline.seconds or 0.0, self._roster
-                    )
-                )
-        elif inquiry.purpose == "places":
-            dump.say(report.error_report(self.rank, inquiry.states, self._roster))
-            self._has_shown.set()
-        elif inquiry.purpose == "order":
-            self._judge_order(inquiry, now)
-        else:
-            self._judge_end(inquiry, now)
-
-    def _end_at_deadline(self, late: Waiting, inquiry: Inquiry) -> None:
-        looks = {rank: each.words for rank, each in inquiry.looks.items()}
-        lost, ends = report.missing_ranks(late, inquiry.states), "The job ends."
-        may_go_on = False
-        if Job.survives and (lost := report.ranks_to_end(late, inquiry.states)):
-            may_go_on = self._evicted.isdisjoint(lost)
-            ends = f"The job goes on without {self._roster.names(lost)}."
-            if not may_go_on:
-                ends = f"{self._roster.names(lost)} could not be ended from another host, so the job ends."
-        text = report.deadline_report(
-            self.rank, late, inquiry.states, Deadline.seconds or 0.0, self._roster, looks, ends
-        )
-        self._lose(lost, text, deadline.EXIT_CODE, may_go_on=may_go_on)
-
-    def _judge_order(self, inquiry: Inquiry, now: float) -> None:
-        """Send the verdict to ranks that wait for each other in different communicators, if two inquiries find the same ranks."""
-        stuck = deadlock.deadlocked({rank: state for rank, state in enumerate(inquiry.states) if state is not None})
-        if self._inquiries.confirmed("order", stuck):
-            verdict = deadlock.deadlock_report(stuck)
-            for rank in stuck:
-                self._send(rank, {"kind": "verdict", "text": verdict})
-        # The longer a rank waits without a deadlock, the less often the monitor asks.
-        longest = max((now - each.begun for each in record.open_operations()), default=0.0)
-        self._inquiries.quiet_until["order"] = now + (CONFIRM_S if stuck else max(2 * _ORDER_S, longest))
-
-    def _judge_end(self, inquiry: Inquiry, now: float) -> None:
-        """End the job if a rank waits for a rank that has ended, and two inquiries find the same wait.
-
-        A job that survives losses goes on without the ranks that have ended.
-        """
-        stuck = report.abandoned(inquiry.states)
-        if self._inquiries.confirmed("end", stuck):
-            gone = report.gone(stuck, inquiry.states)
-            ends = f"The job goes on without {self._roster.names(gone)}." if Job.survives else "The job ends."
-            text = report.end_report(stuck, inquiry.states, self._roster, ends)
-            dump.say(text)
-            if Job.survives:
-                self._inquiries.quiet_until["end"] = now + GRACE_S
-                for rank in sorted(gone, key=lambda rank: rank == self.rank):  # this rank last
-                    self._evictions.evict(rank, "the program of this rank has ended before the job")
-                return
-            write_failure(text)
-            abort_job(1)
-        elif stuck:
-            why = "other ranks wait for a rank that has ended"
-            dump.write_file(why)
-            self._inquiries.ask("end", why=why)  # all ranks, so that ended ranks write their files too
-        else:
-            spent_s = time.thread_time() - inquiry.asked_cpu
-            self._inquiries.quiet_until["end"] = now + max(_ROUND_S, spent_s / _ROUND_SHARE)
 
     # Messages, each of a "kind"
 

@@ -1,6 +1,6 @@
 """Makes reports of the ranks' answers: which ranks wait, and for which ranks. Uses no MPI and no threads.
 
-monitor.py asks the ranks, prints the report and ends the job. long_wait.py makes the notices.
+monitor.py asks the ranks; conclusions.py prints the report and ends the job. long_wait.py makes the notices.
 
 A `State` is the answer of one rank (a JSON object); None stands for a rank that has not answered. `looks`: what is known about such
 ranks (look.py), by rank. The roster gives the hosts and processes of the ranks.

@@ -13,7 +13,8 @@ import torch
 from extent import extent
 
 from collectives import Communicator, Work
-from collectives.progress.work import Deferred, Thread
+from collectives.progress.deferred import Deferred
+from collectives.progress.on_thread import Thread
 
 
 @pytest.fixture(scope="module", params=[Deferred, Thread])

@@ -15,7 +15,8 @@ import pytest
 from collectives import Communicator
 from collectives.arrays.dtypes import TABLE
 from collectives.diagnosis import record
-from collectives.progress.work import Deferred, Thread
+from collectives.progress.deferred import Deferred
+from collectives.progress.on_thread import Thread
 
 jax = pytest.importorskip("jax", reason="JAX is not installed (pip install 'mpitrain[jax]')")
 import jax.numpy as jnp  # noqa: E402

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from collectives import Communicator, Mesh, Work
+from collectives.progress.deferred import Deferred
 from collectives.progress.issued import Posted
-from collectives.progress.work import Deferred, Thread
+from collectives.progress.on_thread import Thread
 
 pytestmark = pytest.mark.one_node
 

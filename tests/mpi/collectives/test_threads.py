@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
-from collectives.progress.work import Deferred, Thread, Work
+from collectives.progress.deferred import Deferred
+from collectives.progress.on_thread import Thread
+from collectives.progress.work import Work
 
 NUM_THREADS = 4
 

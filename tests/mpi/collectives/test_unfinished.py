@@ -11,7 +11,8 @@ import torch
 
 from collectives import Communicator
 from collectives.communicator.unfinished import _uses, refuse
-from collectives.progress.work import Deferred, Thread
+from collectives.progress.deferred import Deferred
+from collectives.progress.on_thread import Thread
 
 FILE = re.escape(__file__)
 LENGTH = 12

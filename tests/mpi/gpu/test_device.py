@@ -18,7 +18,7 @@ from pretended_hosts import on_hosts
 from collectives import Communicator, Work
 from collectives.arrays import devices
 from collectives.arrays.dtypes import TABLE
-from collectives.progress.work import Deferred
+from collectives.progress.deferred import Deferred
 from collectives.schedules import BUILDERS
 
 pytestmark = pytest.mark.ranks(3)

@@ -10,7 +10,8 @@ from sharded_models import assert_same, loss_of, mine, pair_of, shard
 from torch import nn
 
 from collectives import Communicator
-from collectives.progress.work import Deferred, Thread
+from collectives.progress.deferred import Deferred
+from collectives.progress.on_thread import Thread
 from mpitrain.sharding import MixedPrecisionPolicy, unshard
 from mpitrain.sharding.module import units_of
 from mpitrain.sharding.unit.storage import Gathered

@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from ways import spread
 
 from collectives import Communicator
-from collectives.progress.work import Deferred, Progress, Thread
+from collectives.progress.deferred import Deferred
+from collectives.progress.on_thread import Thread
+from collectives.progress.progress import Progress
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 from mpitrain.sharding.unit.storage import Gathered
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from collectives.diagnosis import loss, set_failure_file, write_failure
-from collectives.diagnosis.hangs import losses, process
+from collectives.diagnosis.hangs import losses
+from collectives.diagnosis.hangs.node import process
 from collectives.diagnosis.job import Job
 from collectives.diagnosis.ring.goodbye import End, Heard
 from collectives.diagnosis.ring.roster import NOBODY, Member, Roster

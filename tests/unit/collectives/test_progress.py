@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from collectives.progress.work import Thread, _Threaded
+from collectives.progress.on_thread import Thread, _Threaded
 
 
 def test_an_operation_that_has_ended_is_counted_given_back_and_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from mpitrain.job.elastic.supervisor.command import main
 from mpitrain.job.elastic.supervisor.decisions import Outcome, Policy, Progress, decide
 from mpitrain.job.elastic.supervisor.folder import RunFolder
 from mpitrain.job.elastic.supervisor.hosts import Host
-from mpitrain.job.elastic.supervisor.limits import Limits, Watch
-from mpitrain.job.elastic.supervisor.supervisor import say
+from mpitrain.job.elastic.supervisor.launch.limits import Limits, Watch
+from mpitrain.job.elastic.supervisor.texts import say
 from mpitrain.job.record.files import marks
 from mpitrain.job.record.files.alerts import Alerts
 from mpitrain.job.record.files.marks import Alive, Done, Marks

@@ -12,12 +12,13 @@ from mpitrain.job.elastic.supervisor.agents import choose_agent, parse_agent
 from mpitrain.job.elastic.supervisor.decisions import Policy
 from mpitrain.job.elastic.supervisor.folder import RunFolder
 from mpitrain.job.elastic.supervisor.hosts import expand_names, of_environment
-from mpitrain.job.elastic.supervisor.job import launcher_kind
-from mpitrain.job.elastic.supervisor.limits import Limits
+from mpitrain.job.elastic.supervisor.launch.job import launcher_kind
+from mpitrain.job.elastic.supervisor.launch.limits import Limits
+from mpitrain.job.elastic.supervisor.plan import Plan
 from mpitrain.job.elastic.supervisor.requests import Requests
 from mpitrain.job.elastic.supervisor.srun import in_job, parse_srun
-from mpitrain.job.elastic.supervisor.supervisor import Plan, Supervisor, say
-from mpitrain.job.elastic.supervisor.texts import public
+from mpitrain.job.elastic.supervisor.supervisor import Supervisor
+from mpitrain.job.elastic.supervisor.texts import public, say
 from mpitrain.job.elastic.supervisor.words import Command, Kind, agent_of, on_event_of, parse, resume_of, run_folder
 
 _LIMITS = {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from mpitrain.job.elastic.supervisor.agents import clean, parse_agent
 from mpitrain.job.elastic.supervisor.hosts import of_environment
-from mpitrain.job.elastic.supervisor.job import launcher_kind
+from mpitrain.job.elastic.supervisor.launch.job import launcher_kind
 from mpitrain.job.elastic.supervisor.mpi_files.sessions import Session, Sessions, make
 from mpitrain.job.elastic.supervisor.words import Command, setting
 

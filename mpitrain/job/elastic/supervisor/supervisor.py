@@ -3,28 +3,26 @@
 import contextlib
 import os
 import signal
-import sys
-import threading
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from mpitrain.job.elastic.copies.remote import script
-from mpitrain.job.elastic.supervisor.agents import Agent, Answer, clean, count, probe, sweep
 from mpitrain.job.elastic.supervisor.batch import GOES_ON, Queue, ending_state, job_state
-from mpitrain.job.elastic.supervisor.decisions import Next, Outcome, Policy, Progress, decide
+from mpitrain.job.elastic.supervisor.decisions import Next, Outcome, Progress, decide
 from mpitrain.job.elastic.supervisor.folder import RunFolder
-from mpitrain.job.elastic.supervisor.hosts import Host, as_list, choose, is_own, num_ranks
-from mpitrain.job.elastic.supervisor.job import Job
-from mpitrain.job.elastic.supervisor.limits import Limits, Watch
-from mpitrain.job.elastic.supervisor.memory_kills import NAMED, LaunchKills
+from mpitrain.job.elastic.supervisor.hosts import as_list, num_ranks
+from mpitrain.job.elastic.supervisor.launch.job import Job
+from mpitrain.job.elastic.supervisor.launch.limits import Limits, Watch
+from mpitrain.job.elastic.supervisor.launch.memory_kills import NAMED, LaunchKills
+from mpitrain.job.elastic.supervisor.live_hosts import LiveHosts
 from mpitrain.job.elastic.supervisor.mpi_files.segments import Segment, find_segments, remove_segments
 from mpitrain.job.elastic.supervisor.mpi_files.sessions import Sessions
+from mpitrain.job.elastic.supervisor.plan import Plan
 from mpitrain.job.elastic.supervisor.requests import Requests
-from mpitrain.job.elastic.supervisor.texts import public
-from mpitrain.job.elastic.supervisor.words import Command, resume_of
+from mpitrain.job.elastic.supervisor.texts import say
+from mpitrain.job.elastic.supervisor.words import resume_of
 from mpitrain.job.record.files.alerts import Alerts
 from mpitrain.job.record.files.events import write_event
 from mpitrain.job.record.files.marks import SUPERVISOR_VARIABLE, VARIABLES
@@ -42,25 +40,6 @@ _FOREIGN = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_RANK", "PMIX_SERVER", "PMIX_NAM
 """Variables of a launcher around the supervisor: mpirun would take itself for a rank."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a supervisor is asked to do."""
-
-    command: Command
-    hosts: tuple[Host, ...]
-    """all that may take part, in the order of preference; none if the launcher runs on this host alone, or as it likes"""
-    agent: Agent
-    least: int = 1
-    most: int | None = None
-    rejoin: bool = True
-    rejoin_s: float = 30.0
-    requeue: bool = False
-    on_event: str | None = None
-    """`log.on_event` of the command"""
-    policy: Policy = field(default_factory=Policy)
-    limits: Limits = field(default_factory=Limits)
-
-
 class Supervisor:
     """Starts the job of a plan until its run has come to an end, or the signals in `requests` ask for one."""
 
@@ -74,31 +53,23 @@ class Supervisor:
             folder.earlier = self._queue.earlier(folder.earlier)
         self._queue.go_on_from(self._newest_saved())
         self._progress = Progress()
-        self._live: list[str] = [host.name for host in plan.hosts]
-        self._lost: list[str] = []
-        self._chosen: list[Host] = []
-        self._least = plan.least  # hosts of a launch
         self._slow_launches = 0
         self._down_since: float | None = None  # since the end of the last job
         self._reason = "first launch"
-        self._back: list[str] = []
-        self._is_probed = False
         self._is_stopped_early = False  # before the first step of the launch
         # The greatest step, and that of the newest checkpoint, before a launch that was stopped early.
         self._reached = self._saved = 0
         self._segments: set[Segment] = set()
         self._sessions = Sessions()
-        self._indices: dict[str, int] = {}
-        for host in plan.hosts:  # a batch system counts the slots
-            self._indices[host.name] = sum(other.slots for other in plan.hosts[: len(self._indices)])
+        self._hosts = LiveHosts(plan, self.id, self._sessions)
 
     def run(self) -> int:
         """Launch after launch; returns the exit code, which is 0 only if the run has left its mark of completion."""
         try:
             while not self._requests.stop:
-                if not self._is_probed:
-                    self._probe()
-                if not self._enough() and not self._await_hosts():
+                if not self._hosts.are_probed:
+                    self._hosts.probe()
+                if not self._hosts.are_enough() and not self._await_hosts():
                     if self._requests.stop:
                         break
                     return self._give_up()
@@ -111,8 +82,8 @@ class Supervisor:
                 # A run that is asked to stop before its first step may do that one: as many jobs as it has steps would be no help.
                 if not self._is_stopped_early:
                     self._reached, self._saved = self._progress.best_step, self._newest_saved()
-                if outcome.does_not_fit(self._progress) and self._has_fewer():
-                    self._least = len(self._chosen) + 1
+                if outcome.does_not_fit(self._progress) and self._hosts.are_fewer():
+                    self._hosts.least = len(self._hosts.chosen) + 1
                 if following.action == "end":
                     return self._leave(following, outcome)
                 self._pause(following.pause_s)
@@ -120,7 +91,7 @@ class Supervisor:
                 self._requeue(_LIMIT_HINT)  # in a pause
             return 128 + (self._requests.end or self._requests.stop)
         finally:
-            self._clean()
+            self._hosts.clean()
             for line in self._sessions.remaining():
                 say(line)
             self.folder.close()
@@ -130,15 +101,15 @@ class Supervisor:
     def _launch(self) -> Outcome:
         """One launch, from its start to the end of all its processes."""
         plan, folder = self.plan, self.folder
-        self._back = []
+        self._hosts.begin_launch()
         variables = folder.prepare(self.id)
         words = self._words(variables)
-        ranks = num_ranks(plan.command.ranks, plan.hosts, self._chosen) if plan.hosts else plan.command.ranks
-        where = f" on {as_list(self._chosen)}" if self._chosen else ""
+        ranks = num_ranks(plan.command.ranks, plan.hosts, self._hosts.chosen) if plan.hosts else plan.command.ranks
+        where = f" on {as_list(self._hosts.chosen)}" if self._hosts.chosen else ""
         say(f"launch {folder.launch}{where}" + (f", {ranks} ranks" if ranks else ""))
         env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)} | variables
-        env |= self._sessions.begin(plan.command, env, (host.name for host in self._chosen))
-        if plan.command.kind == "openmpi" and 0 < len(self._chosen) <= _MAX_MARKED and "SLURM_JOB_ID" not in env:
+        env |= self._sessions.begin(plan.command, env, (host.name for host in self._hosts.chosen))
+        if plan.command.kind == "openmpi" and 0 < len(self._hosts.chosen) <= _MAX_MARKED and "SLURM_JOB_ID" not in env:
             # Its daemons on other hosts get the id of this supervisor as well. srun passes it on anyway.
             for name, daemon in (("PRTE_MCA_prte_launch_agent", "prted"), ("OMPI_MCA_orte_launch_agent", "orted")):
                 env.setdefault(name, f"env {SUPERVISOR_VARIABLE}={self.id} {daemon}")
@@ -147,7 +118,7 @@ class Supervisor:
         kills = LaunchKills()
         job = Job(words, env)
         watch = Watch(self._limits(), folder.launch, time.monotonic())
-        has_fewer = self._has_fewer()  # not later: a probe at the end may find others
+        has_fewer = self._hosts.are_fewer()  # not later: a probe at the end may find others
         stop, problem = self._attend(job, watch, kills)
         if self._requests.end:
             say("ending now")
@@ -162,11 +133,11 @@ class Supervisor:
         state = ending_state() if done is None else ""
         if done is None or problem or stop == "rejoin" or self._requests.end:  # else all has ended by itself
             if not state:
-                self._probe()
+                self._hosts.probe()
             remove_segments(self._segments, began)
             folder.break_lock(watch.alive)
         else:
-            self._clean()
+            self._hosts.clean()
         if self._down_since is None:
             self._down_since = ended
         step = watch.alive.step if watch.alive is not None else 0
@@ -195,12 +166,12 @@ class Supervisor:
                 self._tell_of_first_step(watch)
             for _ in range(self._requests.take_records()):
                 job.signal(signal.SIGUSR2)
-            if watch.trains and not stop and self._missing() and now > look_for_hosts:
+            if watch.trains and not stop and self._hosts.missing() and now > look_for_hosts:
                 look_for_hosts = now + self.plan.rejoin_s
-                if self._are_back():
+                if self._hosts.are_back():
                     stop = "rejoin"
                     say(
-                        f"{', '.join(self._missing())} can rejoin: the run saves and stops for a relaunch on more hosts"
+                        f"{', '.join(self._hosts.missing())} can rejoin: the run saves and stops for a relaunch on more hosts"
                     )
             if self._requests.stop and stop != "user":
                 stop, self._is_stopped_early = "user", not watch.trains
@@ -216,8 +187,8 @@ class Supervisor:
 
     def _words(self, variables: dict[str, str]) -> list[str]:
         command = self.plan.command
-        if self._chosen and (tuple(self._chosen) != self.plan.hosts or not command.hosts):
-            command = command.on(self._chosen, num_ranks(command.ranks, self.plan.hosts, self._chosen))
+        if self._hosts.chosen and (tuple(self._hosts.chosen) != self.plan.hosts or not command.hosts):
+            command = command.on(self._hosts.chosen, num_ranks(command.ranks, self.plan.hosts, self._hosts.chosen))
         if command.kind == "openmpi":
             command = command.with_options(*(word for name in variables for word in ("-x", name)))
         elif command.kind == "mpich":  # for other hosts, if -genvnone or -genvlist keeps variables from them
@@ -238,85 +209,15 @@ class Supervisor:
         limits = self.plan.limits
         return replace(limits, launch_s=limits.launch_s * 2.0 ** min(self._slow_launches, 6))
 
-    # Hosts
-
-    def _probe(self) -> None:
-        """Find the hosts that answer, and end and remove what earlier launches have left there; choose the hosts of the next launch."""
-        names = [host.name for host in self.plan.hosts]
-        left = self._sessions.left
-        answers = sweep(self.plan.agent, names, self.id, left, self.plan.limits.probe_s, self._indices)
-        self._is_probed = True
-        if num := sum(answer.ended for answer in answers.values()):
-            say(f"ended {num} process{'es' * (num != 1)} that the last launch had left")
-        self._settle(answers)
-        lost = [name for name in names if name not in answers]
-        if lost and lost != self._lost:
-            say(f"no answer within {self.plan.limits.probe_s:g} s from {', '.join(lost)}")
-        self._lost = lost
-        self._live = [name for name in names if name in answers]
-        self._chosen = choose(self.plan.hosts, self._live, self.plan.most)
-
-    def _clean(self) -> None:
-        """Remove the folders of launches that have ended by themselves."""
-        if left := self._sessions.left:
-            hosts = [name for name in self._reachable() if name in self._sessions.hosts()]
-            self._settle(clean(self.plan.agent, hosts, left, self.plan.limits.probe_s, self._indices))
-
-    def _reachable(self) -> list[str]:
-        """The hosts that are asked at the end of a launch: those that answered last, but this one alone while Slurm ends the job. Then
-        steps on others may not start any more, and would take of the time until SIGKILL."""
-        is_ending = not all(map(is_own, self._live)) and ending_state()
-        return list(filter(is_own, self._live)) if is_ending else self._live
-
-    def _settle(self, answers: Mapping[str, Answer]) -> None:
-        for line in self._sessions.settle({host: answer.folders for host, answer in answers.items()}):
-            say(line)
-
-    def _enough(self) -> bool:
-        return not self.plan.hosts or len(self._chosen) >= self._least
-
-    def _has_fewer(self) -> bool:
-        """Whether fewer hosts are chosen than may take part."""
-        return len(self._chosen) < min(len(self.plan.hosts), self.plan.most or len(self.plan.hosts))
-
     def _await_hosts(self) -> bool:
         """Wait until enough hosts answer; whether they do. A host may take minutes to start again."""
         limit_s = self.plan.limits.hosts_s
-        say(f"{self._too_few()}; waiting up to {limit_s:g} s for more")
+        say(f"{self._hosts.too_few()}; waiting up to {limit_s:g} s for more")
         until = time.monotonic() + limit_s
-        while not self._enough() and time.monotonic() < until and not self._requests.stop:
+        while not self._hosts.are_enough() and time.monotonic() < until and not self._requests.stop:
             self._pause(min(_HOSTS_S, limit_s))
-            self._probe()
-        return self._enough()
-
-    def _too_few(self) -> str:
-        num, least = len(self._chosen), self._least
-        return f"expected at least {least} host{'s' * (least > 1)}, and {num or 'none'} answer{'s' * (num < 2)}"
-
-    def _missing(self) -> list[str]:
-        """The hosts that could take part, and do not, if a job with them would have more ranks."""
-        plan = self.plan
-        if not plan.rejoin or not self._has_fewer():
-            return []
-        all_hosts = choose(plan.hosts, [host.name for host in plan.hosts], plan.most)
-        now, then = (num_ranks(plan.command.ranks, plan.hosts, hosts) for hosts in (self._chosen, all_hosts))
-        if then is not None and now is not None and then <= now:
-            return []
-        chosen = {host.name for host in self._chosen}
-        return [host.name for host in self.plan.hosts if host.name not in chosen]
-
-    def _are_back(self) -> bool:
-        """Whether the last look at the missing hosts found any; starts the next look, in the background."""
-        names = self._missing()
-        back, self._back = self._back, []
-        if any(name in names for name in back):  # an answer may be from a time when another host was missing
-            return True
-
-        def look() -> None:
-            self._back = probe(self.plan.agent, names, self.plan.limits.probe_s, self._indices)
-
-        threading.Thread(target=look, name="mpitrain-rejoin", daemon=True).start()
-        return False
+            self._hosts.probe()
+        return self._hosts.are_enough()
 
     # Reports
 
@@ -327,7 +228,7 @@ class Supervisor:
             "relaunch",
             cost_s=round(time.monotonic() - self._down_since, 3),
             step=watch.alive.step if watch.alive is not None else None,
-            hosts=[host.name for host in self._chosen],
+            hosts=[host.name for host in self._hosts.chosen],
             reason=self._reason,
         )
         self._down_since = None
@@ -357,12 +258,12 @@ class Supervisor:
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self._requests.stop:
             time.sleep(_LOOK_S)
-            self._is_probed = False  # hosts may come and go
+            self._hosts.are_probed = False  # hosts may come and go
 
     def _leave(self, following: Next, outcome: Outcome) -> int:
         stopped = outcome.done is not None and outcome.done.reason == "stopped"
         by_slurm = stopped and self.plan.requeue and self._is_stopped_by_slurm()
-        lacks_hosts = following.code != 0 and not self._requests.stop and not self._enough()
+        lacks_hosts = following.code != 0 and not self._requests.stop and not self._hosts.are_enough()
         if outcome.done is not None and outcome.done.reason in ("finished", "stopped"):
             self._remove_copies()
         hint = _HOSTS_HINT if lacks_hosts else _LIMIT_HINT
@@ -387,13 +288,13 @@ class Supervisor:
     def _remove_copies(self) -> None:
         """The run has ended with a checkpoint: remove the copies of its state that are left on hosts."""
         if (run := self.folder.run_id()) is not None:
-            counts = count(self.plan.agent, self._reachable(), script(run), self.plan.limits.probe_s, self._indices)
+            counts = self._hosts.count(script(run))
             if num := sum(counts.values()):
                 say(f"removed {num} file{'s' * (num != 1)} of copies that the run had left in node memory")
 
     def _give_up(self) -> int:
         """Too few hosts answer: in Slurm the job may wait in the queue for others."""
-        problem = f"{self._too_few()} within {self.plan.limits.hosts_s:g} s"
+        problem = f"{self._hosts.too_few()} within {self.plan.limits.hosts_s:g} s"
         self._event("failure", problem=problem)
         say(f"{problem}; giving up")
         self._requeue(_HOSTS_HINT)
@@ -406,14 +307,8 @@ class Supervisor:
         """Have Slurm queue this job again, if that was asked for; whether it does. Slurm then ends it, so nothing may follow."""
         if not self.plan.requeue:
             return False
-        self._clean()
+        self._hosts.clean()
         queue = self._queue
         has_new_step = self._reached > queue.best_step or self._saved > queue.best_saved
         step, saved = self._progress.best_step, self._newest_saved()
         return queue.enter(has_new_step=has_new_step, step=step, saved=saved, hint=hint)
-
-
-def say(line: str, text: str = "") -> None:
-    """A line of the supervisor, and further text that is `public`. A terminal that was closed must not end it."""
-    with contextlib.suppress(OSError):
-        print(f"elastic: {public(line)}", *([text] if text else []), sep="\n", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from collectives import cgroup
 from collectives.diagnosis import dump
-from collectives.diagnosis.hangs import process
+from collectives.diagnosis.hangs.node import process
 from collectives.diagnosis.job import keep
 from collectives.environment import memory_folder
 from collectives.files import open_new

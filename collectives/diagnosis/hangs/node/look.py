@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from collectives.diagnosis.hangs import board, process
-from collectives.diagnosis.hangs.board import Board, Slot
+from collectives.diagnosis.hangs.node import board, process
+from collectives.diagnosis.hangs.node.board import Board, Slot
 
 _FRESH_S = (
     1.5  # a rank that has written its note within this time has a monitor that runs, so its answer may still come
