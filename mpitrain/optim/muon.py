@@ -5,9 +5,10 @@ and that rank is chosen by the cost of the iteration (as in Distributed Shampoo,
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
+from types import EllipsisType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from collectives import Communicator
 from mpitrain.optim.elementwise import adamw_in_whole_vectors
-from mpitrain.optim.newton_schulz import cost, fast_dtype, newton_schulz
+from mpitrain.optim.newton_schulz import COEFFICIENTS, cost, fast_dtype, newton_schulz
 from mpitrain.optim.optimizer_checks import check_ranks
 from mpitrain.optim.owners import Matrix
 from mpitrain.optim.whole_matrices import WholeMatrices
@@ -27,6 +28,7 @@ Group = dict[str, Any]
 
 _NS_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _ADJUSTMENTS = ("match_rms_adamw", "original")
+_ADJUSTMENTS_OF_TORCH = (None, "original", "match_rms_adamw")
 
 
 class _Kind(NamedTuple):
@@ -54,12 +56,19 @@ class Muon(Uncompiled):
         ns_steps: the number of Newton-Schulz steps.
         ns_dtype: the dtype of these steps: torch.bfloat16, torch.float32 or another one, or "auto": bfloat16 on GPUs and on CPUs that
             multiply it fast, float32 on other CPUs. Matrices travel between ranks in it.
+        ns_coefficients: the three numbers (a, b, c) of these steps, as of torch.optim.Muon.
         adjust_lr: "match_rms_adamw": updates are as large as those of AdamW, so one lr suits both (Liu et al. 2025). "original":
             they are those of Jordan et al., as by default in torch.optim.Muon.
+        adjust_lr_fn: torch's name of `adjust_lr`, in place of it, with torch's values: "match_rms_adamw", "original", or None for
+            "original".
         betas, eps: of AdamW.
 
+    Two defaults are not those of torch.optim.Muon, whose `adjust_lr_fn` is "original", and which always computes in bfloat16. Its `eps`
+    is the least norm by which a matrix is divided: here that is always 1e-7, its default.
+
     Raises:
-        ValueError: a setting is out of its range, or a parameter of a group with `use_muon=True` is no matrix.
+        ValueError: a setting is out of its range, `adjust_lr` and `adjust_lr_fn` contradict each other, or a parameter of a group with
+            `use_muon=True` is no matrix.
     """
 
     handles_shards = True  # see optimizer_checks.py
@@ -76,14 +85,21 @@ class Muon(Uncompiled):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_dtype: torch.dtype | str = "auto",
+        ns_coefficients: Sequence[float] = COEFFICIENTS,
         adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] | EllipsisType | None = ...,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype, "adjust_lr": adjust_lr, "betas": betas, "eps": eps, "use_muon": None,
+            "ns_dtype": ns_dtype, "ns_coefficients": ns_coefficients, "adjust_lr": adjust_lr, "betas": betas, "eps": eps,
+            "use_muon": None,
         }  # fmt: skip
+        if adjust_lr_fn is not ...:
+            # The default of `adjust_lr` gives way.
+            its_own = {} if adjust_lr == "match_rms_adamw" else {"adjust_lr": adjust_lr}
+            defaults["adjust_lr"] = _adjustment(adjust_lr_fn, its_own)
         self._plans: dict[tuple[_Kind, tuple[int, ...]], WholeMatrices] = {}
         self._agreed: dict[Communicator, torch.dtype] = {}
         super().__init__(params, defaults)
@@ -91,9 +107,14 @@ class Muon(Uncompiled):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plans, self._agreed = {}, {}
+        for group in self.param_groups:
+            group.setdefault("ns_coefficients", COEFFICIENTS)  # of a state that an older version has saved
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters with settings of its own. ValueError as for `Muon`."""
+        if isinstance(param_group, dict) and "adjust_lr_fn" in param_group:
+            its_own = {name: value for name, value in param_group.items() if name != "adjust_lr_fn"}
+            param_group = its_own | {"adjust_lr": _adjustment(param_group["adjust_lr_fn"], its_own)}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")  # a checkpoint has a word
@@ -145,7 +166,9 @@ class Muon(Uncompiled):
 
         def orthogonal(index: int, matrix: torch.Tensor) -> torch.Tensor:
             flat = matrix.reshape(matrix.size(0), -1)
-            return newton_schulz(flat, params[index][1]["ns_steps"], kind.dtype).reshape(matrix.shape)
+            group = params[index][1]
+            made = newton_schulz(flat, group["ns_steps"], kind.dtype, group["ns_coefficients"])
+            return made.reshape(matrix.shape)
 
         results: list[list[tuple[tuple[slice, ...], torch.Tensor]]]
         if kind.comm is None:
@@ -238,6 +261,9 @@ def _check(group: Group) -> None:
         raise ValueError(f"Muon: betas are {group['betas']}; expected two numbers from 0 to below 1")
     if not (isinstance(group["ns_steps"], int) and group["ns_steps"] >= 1):
         raise ValueError(f"Muon: ns_steps is {group['ns_steps']}; expected an integer of at least 1")
+    coefficients = group["ns_coefficients"]
+    if not (isinstance(coefficients, Sequence) and len(coefficients) == 3 and all(map(_is_finite, coefficients))):
+        raise ValueError(f"Muon: ns_coefficients are {coefficients!r}; expected three numbers")
     for name, known in (("ns_dtype", _NS_DTYPES), ("adjust_lr", _ADJUSTMENTS)):
         if group[name] not in known:
             raise ValueError(f"Muon: {name} is {group[name]!r}; expected one of {', '.join(known)}")
@@ -248,6 +274,20 @@ def _check(group: Group) -> None:
                     f"Muon: a parameter of shape {tuple(param.shape)} and {param.dtype} is in a group with use_muon=True; expected "
                     "real matrices, with two or more dimensions; put others into a group with use_muon=False, for AdamW"
                 )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _adjustment(of_torch: object, given: Mapping[str, Any]) -> str:
+    """The `adjust_lr` for an `adjust_lr_fn` of torch.optim.Muon. ValueError if it has none, or `given` has another one."""
+    if of_torch not in _ADJUSTMENTS_OF_TORCH:
+        raise ValueError(f"Muon: adjust_lr_fn is {of_torch!r}; expected None, 'original' or 'match_rms_adamw'")
+    found = "original" if of_torch is None else str(of_torch)
+    if (other := given.get("adjust_lr", found)) != found:
+        raise ValueError(f"Muon: adjust_lr_fn is {of_torch!r}, but adjust_lr is {other!r}; expected one of the two")
+    return found
 
 
 def _is_matrix(param: torch.Tensor, group: Group) -> bool:

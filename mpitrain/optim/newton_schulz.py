@@ -1,6 +1,7 @@
 """The iteration of Newton and Schulz, which makes a matrix nearly orthogonal by products of matrices alone."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +12,9 @@ and all end between about 0.7 and 1.2."""
 EPS = 1e-7  # the least norm by which a matrix is divided
 
 
-def newton_schulz(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
+def newton_schulz(
+    matrix: torch.Tensor, steps: int, dtype: torch.dtype, coefficients: Sequence[float] = COEFFICIENTS
+) -> torch.Tensor:
     """U V' of a matrix U S V' of 2 dimensions, roughly, with the same shape. Products and result are of `dtype`; `matrix` is kept.
 
     In bfloat16 the result has the bits of torch.optim.Muon for a contiguous matrix: the operations, their order and their memory
@@ -21,7 +24,7 @@ def newton_schulz(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch
     x = matrix.to(dtype)
     x = x.T if is_tall else x  # the products below are of the shorter side
     x = x / x.norm().clamp(min=EPS)
-    a, b, c = COEFFICIENTS
+    a, b, c = coefficients
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

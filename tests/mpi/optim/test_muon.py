@@ -81,14 +81,21 @@ def test_given_gradients_sharded(comm: Communicator, way: str, dtype: torch.dtyp
     assert held * 2 == adam, "half of the state of AdamW"
 
 
-def test_given_gradients_beside_torch(comm: Communicator) -> None:
+@pytest.mark.parametrize("options", [
+    {"adjust_lr_fn": None},
+    {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7},
+])  # fmt: skip
+def test_given_gradients_beside_torch(comm: Communicator, options: dict[str, Any]) -> None:
     model, plain = shard(Odd(), comm), Odd()
     flat = [param for param in plain.parameters() if param.ndim == 2 and param.numel()]
     others = [param for param in plain.parameters() if param.ndim < 2]
     plain.weights[8].requires_grad_(False)  # torch's Muon takes no convolutions
     names = [name for name, param in plain.named_parameters() if param.ndim != 4]
-    theirs = [torch.optim.Muon(flat, **OPTIONS), torch.optim.AdamW(others, **OPTIONS, betas=(0.9, 0.95), fused=True)]
-    ours = Muon(model.parameters(), **OPTIONS, ns_dtype=torch.bfloat16, adjust_lr="original")
+    theirs = [
+        torch.optim.Muon(flat, **OPTIONS, **options),
+        torch.optim.AdamW(others, **OPTIONS, betas=(0.9, 0.95), fused=True),
+    ]
+    ours = Muon(model.parameters(), **OPTIONS, ns_dtype=torch.bfloat16, **options)
     whole = dict(plain.named_parameters())
     for step in range(3):
         give_gradients(model.named_parameters(), whole, step)
@@ -135,6 +142,15 @@ def test_given_gradients_on_a_mesh(comm: Communicator) -> None:
         optimizer, its = (Muon(muon_groups(each, 0.1), lr=0.02, ns_dtype=torch.float32) for each in (model, plain))
         check(model, plain, optimizer, [its])
         mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_coefficients_that_differ_between_ranks(comm: Communicator) -> None:
+    model = mpitrain.fully_shard(nn.Linear(3, 3, bias=False), comm)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r"Muon: the ranks differ: group 0 with .*ns_coefficients \(2, -1.5, 0.5\)"):
+        Muon(model.parameters(), ns_coefficients=(2, -1.5, 0.5) if comm.rank else (3, -3.2, 1.2)).step()
 
 
 @pytest.mark.ranks(2)

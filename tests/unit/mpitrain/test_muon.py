@@ -18,6 +18,7 @@ from mpitrain.optim.newton_schulz import COEFFICIENTS, EPS, cost, newton_schulz
 from mpitrain.optim.owners import Matrix, assign, routes
 from mpitrain.placement.parts import Box
 
+ADJUSTMENTS: list[Any] = [None, "original", "match_rms_adamw"]
 SHAPES = [(96, 32), (32, 96), (64, 64), (7, 50), (130, 33), (1, 12), (12, 1)]
 
 
@@ -33,19 +34,23 @@ def test_newton_schulz(shape: tuple[int, int]) -> None:
     assert not newton_schulz(torch.zeros(shape), 5, torch.float32).any()
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
-def test_the_numbers_are_those_of_torch(nesterov: bool, adjust_lr: Any) -> None:
+@pytest.mark.parametrize("options", [
+    *({"nesterov": nesterov, "adjust_lr_fn": adjustment} for nesterov in (True, False) for adjustment in ADJUSTMENTS),
+    {},  # all others of torch's own defaults
+    {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7, "momentum": 0.8, "adjust_lr_fn": None},
+    {"ns_coefficients": [3, -16 / 5, 6 / 5], "adjust_lr_fn": "match_rms_adamw"},
+])  # fmt: skip
+def test_the_numbers_are_those_of_torch(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     matrices = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     others = [nn.Parameter(torch.randn(13)), nn.Parameter(torch.randn(()))]
     ours, theirs = copy.deepcopy((matrices, others)), (matrices, others)
-    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+    of_both: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
     both = [
-        torch.optim.Muon(theirs[0], **options, nesterov=nesterov, adjust_lr_fn=adjust_lr),
-        torch.optim.AdamW(theirs[1], **options, betas=(0.9, 0.95), fused=True),
+        torch.optim.Muon(theirs[0], **of_both, **options),
+        torch.optim.AdamW(theirs[1], **of_both, betas=(0.9, 0.95), fused=True),
     ]
-    one = Muon([*ours[0], *ours[1]], **options, ns_dtype=torch.bfloat16, nesterov=nesterov, adjust_lr=adjust_lr)
+    one = Muon([*ours[0], *ours[1]], **of_both, ns_dtype=torch.bfloat16, **({"adjust_lr_fn": None} | options))
     for _ in range(3):
         for mine, other in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
             mine.grad, other.grad = (grad := torch.randn(mine.shape)), grad.clone()
@@ -53,6 +58,26 @@ def test_the_numbers_are_those_of_torch(nesterov: bool, adjust_lr: Any) -> None:
             optimizer.step()
     for mine, other in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
         assert torch.equal(mine, other), mine.shape
+
+
+def test_names_of_torch_are_those_of_ours() -> None:
+    """For all groups, for one group, and after a load of a state that an older version has saved."""
+    for of_torch, ours in zip(ADJUSTMENTS, ["original", "original", "match_rms_adamw"], strict=True):
+        params = [nn.Parameter(torch.ones(2, 3)) for _ in range(3)]
+        given = {"params": params[1:2], "adjust_lr_fn": of_torch}
+        one = Muon([{"params": params[:1]}, given], adjust_lr_fn="original")
+        one.add_param_group({"params": params[2:], "adjust_lr_fn": of_torch, "ns_coefficients": (2, -1.5, 0.5)})
+        assert [group["adjust_lr"] for group in one.param_groups] == ["original", ours, ours]
+        assert given["adjust_lr_fn"] is of_torch
+        assert all("adjust_lr_fn" not in group for group in one.param_groups)
+        assert [group["ns_coefficients"] for group in one.param_groups] == [COEFFICIENTS] * 2 + [(2, -1.5, 0.5)]
+        assert Muon(params, adjust_lr_fn=of_torch, adjust_lr=ours).defaults["adjust_lr"] == ours
+    assert Muon(params).defaults["adjust_lr"] == "match_rms_adamw"
+    older = one.state_dict()
+    for group in older["param_groups"]:
+        del group["ns_coefficients"]
+    one.load_state_dict(older)
+    assert [group["ns_coefficients"] for group in one.param_groups] == [COEFFICIENTS] * 3
 
 
 def test_groups_of_a_model() -> None:
@@ -80,9 +105,23 @@ def test_wrong_settings() -> None:
         ("ns_steps is 0; expected an integer of at least 1", {"ns_steps": 0}),
         ("ns_dtype is 'int8'; expected one of auto, float32", {"ns_dtype": torch.int8}),
         ("adjust_lr is 'none'; expected one of match_rms_adamw, original", {"adjust_lr": "none"}),
+        ("adjust_lr_fn is 'none'; expected None, 'original' or 'match_rms_adamw'", {"adjust_lr_fn": "none"}),
+        ("adjust_lr_fn is 0; expected None, 'original' or 'match_rms_adamw'", {"adjust_lr_fn": 0}),
+        (
+            "adjust_lr_fn is 'match_rms_adamw', but adjust_lr is 'original'; expected one of the two",
+            {"adjust_lr": "original", "adjust_lr_fn": "match_rms_adamw"},
+        ),
+        (r"ns_coefficients are \(1, 2\); expected three numbers", {"ns_coefficients": (1, 2)}),
+        (r"ns_coefficients are 3.4; expected three numbers", {"ns_coefficients": 3.4}),
+        (r"ns_coefficients are \['1', 2, 3\]; expected three numbers", {"ns_coefficients": ["1", 2, 3]}),
+        (r"ns_coefficients are \(1, 2, nan\); expected three numbers", {"ns_coefficients": (1, 2, float("nan"))}),
     ]:
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=text) as raised:
             Muon([matrix], **options)  # type: ignore[arg-type]
+        assert "\n" not in str(raised.value)
+    contradiction = {"params": [matrix], "adjust_lr_fn": None, "adjust_lr": "match_rms_adamw"}
+    with pytest.raises(ValueError, match="adjust_lr_fn is None, but adjust_lr is 'match_rms_adamw'; expected one"):
+        Muon([contradiction])
     with pytest.raises(
         ValueError, match=r"a parameter of shape \(3,\) and torch.float32 is in a group with use_muon=True"
     ):
