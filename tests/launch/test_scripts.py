@@ -355,7 +355,9 @@ def test_test_says_which_part_failed_and_runs_the_others(checkout: Path) -> None
     assert (result.stdout.count("1 failed in"), result.stdout.count("1 passed in")) == (2, 4), str(result)
     at_the_end = result.stdout.rpartition("1 passed in")[2]
     assert at_the_end.count("E       assert False") == at_the_end.count("\nFAILED tests/") == 2, str(result)
-    assert re.search(r"^test: part 3 of 4: launch, after 0 min \d+ s(; beside it: .*)?$", result.stderr, re.MULTILINE), str(result)
+    assert re.search(
+        r"^test: part 3 of 4: launch, after 0 min \d+ s(; beside it: .*)?$", result.stderr, re.MULTILINE
+    ), str(result)
     assert re.search(r"test: FAILED after 0 min \d+ s: unit of the rest,launch\n$", result.stderr), str(result)
 
 

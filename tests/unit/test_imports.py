@@ -124,6 +124,38 @@ def test_importing_brings_neither_mpi_nor_torch(modules: str, absent: tuple[str,
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
 
 
+@pytest.mark.parametrize(
+    ("folder", "absent"),
+    [
+        ("mpitrain/job/config", ("torch",)),
+        ("mpitrain/job/data", ("torch",)),
+        ("mpitrain/job/record", ("torch",)),
+        ("mpitrain/view", ("torch", "mpi4py")),
+    ],
+)
+def test_a_folder_is_imported_where_a_library_is_not(folder: str, absent: tuple[str, ...]) -> None:
+    """Each of its modules: a program without torch, such as one with JAX, can use them. Functions may import it."""
+    names = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    script = """
+import importlib, sys
+absent, names = sys.argv[1].split(), sys.argv[2:]
+sys.modules |= dict.fromkeys(absent)  # an import of None is an ImportError
+for name in names:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{name}: {error}")
+assert not {name.partition(".")[0] for name, module in sys.modules.items() if module is not None} & {*absent}
+"""
+    assert len(names) > 5
+    command = [sys.executable, "-c", script, " ".join(absent), *names]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (result.stdout, result.stderr) == ("", "")
+
+
 @pytest.mark.parametrize("name", ["data", "elastic", "health", "models", "tensor"])
 def test_folders_that_users_name_are_attributes_of_the_package(name: str) -> None:
     """As `mpitrain.elastic.run` after `import mpitrain` alone. Not by the attribute: an import elsewhere may have set it."""

@@ -1,13 +1,15 @@
 """The heading of a run: ranks, model, data, and what the ranks send each other."""
 
 from collections.abc import Iterable
-
-import torch
+from typing import TYPE_CHECKING
 
 from collectives import Communicator
 from mpitrain.job.config import Config, ParallelConfig
-from mpitrain.models import LanguageModel, num_parameters
-from mpitrain.sharding.ranks import about_one_node
+
+if TYPE_CHECKING:
+    import torch
+
+    from mpitrain.models import LanguageModel
 
 _EXACT = "fp32"
 
@@ -16,9 +18,9 @@ def heading(
     config: Config,
     used: ParallelConfig,
     comm: Communicator,
-    model: LanguageModel,
+    model: "LanguageModel",
     *,
-    device: torch.device,
+    device: "torch.device",
     threads: int,
     num_idle: int,
     data: object,
@@ -39,6 +41,8 @@ def heading(
         about_data: lines about the data and the programs that read and tokenize.
         beginning: the last line: the run's folder, and where the run begins.
     """
+    from mpitrain.models import num_parameters
+
     on_gpus = device.type == "cuda"
     where = "GPU" if on_gpus else f"CPU, {threads} thread{'s' * (threads > 1)} each"
     held = sum(p.numel() for p in model.parameters())
@@ -68,6 +72,8 @@ def about_messages(
 
 def _wires(asked: ParallelConfig, used: ParallelConfig, *, num_nodes: int, on_gpus: bool) -> str:
     if num_nodes == 1:
+        from mpitrain.sharding.ranks import about_one_node
+
         return about_one_node(asked.wire, asked.wire_weights)
     if (asked.wire, asked.wire_weights) == (_EXACT, _EXACT):
         return ""

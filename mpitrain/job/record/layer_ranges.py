@@ -12,21 +12,20 @@ belongs to the backward of its layer. The hooks return nothing, so all numbers s
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
-
-import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpitrain.plans.stage_plan import StagePlan
-from mpitrain.torch_glue.torch_internals import at_end_of_backward, hook_gradient, in_backward
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Kind = Literal["forward", "backward"]
 Mark = Callable[[str, Kind], None]
 """Gets a layer and a kind."""
 
 
-def layers_of(model: nn.Module) -> dict[str, list[nn.Module]]:
+def layers_of(model: "nn.Module") -> "dict[str, list[nn.Module]]":
     """The modules of each layer that this rank has. ValueError for a model without a `stage_plan`."""
     plan = getattr(model, "stage_plan", None)
     if not isinstance(plan, StagePlan):
@@ -38,14 +37,14 @@ def layers_of(model: nn.Module) -> dict[str, list[nn.Module]]:
     return {name: modules for name, modules in found.items() if modules}
 
 
-def _there(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+def _there(model: "nn.Module", names: tuple[str, ...]) -> "list[nn.Module]":
     """A rank of a pipeline lacks the modules of other stages."""
     modules = dict(model.named_modules())
     return [modules[name] for name in names if name in modules]
 
 
 @contextmanager
-def layer_ranges(model: nn.Module, enter: Mark, leave: Mark) -> Iterator[None]:
+def layer_ranges(model: "nn.Module", enter: Mark, leave: Mark) -> Iterator[None]:
     """Within the block, `enter` and `leave` are called around the forwards and backwards of the model's layers.
 
     No range is within another one, and each `leave` names the range that was entered last. On a GPU the backward's calls come from
@@ -75,12 +74,19 @@ class _Ranges:
         self._backward: str | None = None  # the layer whose backward runs
         self.is_on = True  # hooks of tensors may live longer than the block
 
-    def begin_forward(self, name: str, module: nn.Module, args: Any) -> None:
+    def begin_forward(self, name: str, module: "nn.Module", args: Any) -> None:
+        from mpitrain.torch_glue.torch_internals import in_backward
+
         if not in_backward():
             self._backward = None  # an exception may have ended the last backward
             self._enter(name, "forward")
 
-    def end_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def end_forward(self, name: str, module: "nn.Module", args: Any, output: Any) -> None:
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        from mpitrain.torch_glue.torch_internals import hook_gradient, in_backward
+
         if in_backward():
             return
         self._leave(name, "forward")
@@ -88,7 +94,9 @@ class _Ranges:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 hook_gradient(tensor, partial(self._begin_backward, name))
 
-    def _begin_backward(self, name: str, grad: torch.Tensor) -> None:
+    def _begin_backward(self, name: str, grad: "torch.Tensor") -> None:
+        from mpitrain.torch_glue.torch_internals import at_end_of_backward
+
         if not self.is_on or self._backward == name:
             return
         if self._backward is None:

@@ -81,7 +81,7 @@ def test_workers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, _ = taken(Numbers(23), 1)
     for worker in range(3):
         info = type("", (), {"id": worker, "num_workers": 3})
-        monkeypatch.setattr("mpitrain.job.data.samples.rows.get_worker_info", lambda info=info: info)
+        monkeypatch.setattr("torch.utils.data.get_worker_info", lambda info=info: info)
         rows = rows_of(Numbers(23), 1, 0)
         assert [made[1] for made, _ in zip(rows, range(4), strict=False)] == alone[worker::3]
     assert get_worker_info() is None

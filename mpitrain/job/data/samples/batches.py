@@ -5,10 +5,7 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
-
-import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from typing import TYPE_CHECKING, Any
 
 import collectives
 from ckpt.convert.formats import torch_archive
@@ -16,7 +13,9 @@ from collectives import Communicator, Mesh
 from mpitrain.job.data.samples.randomness import generators_kept
 from mpitrain.job.data.samples.rows import Collate, IterableRows, MapRows, Place, Rows, Share, set_epoch
 from mpitrain.job.data.samples.workers import check_start, deaths_of_workers, launcher_variables_dropped, started
-from mpitrain.sharding.slices import Slices
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 _MAX_COUNT = 1 << 53
 _DATA_AXES = ("dp_replicate", "dp_shard", "cp")
@@ -200,6 +199,8 @@ def batches(
         ValueError: fewer rows or slices than ranks, a dataset that is empty or has another length on another rank, settings of another
             kind of dataset, or a DataLoader that forks.
     """
+    from torch.utils.data import DataLoader, default_collate
+
     comm, data = _groups(mesh)
     with comm.together():
         if isinstance(dataset, DataLoader):
@@ -239,12 +240,16 @@ def _share(batch: int, slices: int, data: Communicator) -> tuple[Share, int]:
             f"batches: slices: expected a power of two that divides batch={batch}, and at least one slice for each of {data.size} "
             f"ranks, got {slices}"
         )
+    from mpitrain.sharding.slices import Slices
+
     its = Slices(slices, data.size, data.rank)
     parts = tuple(its.rows(number, batch) for number, counts in its.rounds if counts)
     return Share(batch, parts, is_sliced=True), its.num_rounds - len(parts)
 
 
 def _rows(dataset: Any, share: Share, seed: int, shuffle: bool | None, collate: Collate) -> Rows:
+    from torch.utils.data import IterableDataset
+
     is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if is_iterable:
         if not hasattr(dataset, "__iter__"):
@@ -263,7 +268,7 @@ def _rows(dataset: Any, share: Share, seed: int, shuffle: bool | None, collate: 
     return MapRows(dataset, share, seed=seed, collate=collate, is_shuffled=shuffle is not False)
 
 
-def _check_loader(loader: DataLoader[Any], **settings: Any) -> None:
+def _check_loader(loader: "DataLoader[Any]", **settings: Any) -> None:
     check_start(loader)
     if not hasattr(loader, "state_dict"):
         raise TypeError(
@@ -283,6 +288,8 @@ def _count(state: Mapping[str, Any], name: str) -> int:
 
 def _packed(state: Any) -> str:
     """A state as text. TypeError if it has objects that only a pickle can keep: reading one runs code."""
+    import torch
+
     file = io.BytesIO()
     torch.save(state, file)
     text = base64.b64encode(file.getvalue()).decode()
@@ -298,6 +305,8 @@ def _packed(state: Any) -> str:
 
 def _unpacked(text: Any) -> Any:
     """The state of `_packed`. ValueError for a text that is none, or whose state would be larger than it."""
+    import torch
+
     if not isinstance(text, str):
         raise ValueError(f"batches: the state of a rank is a {type(text).__name__}; expected text")
     file = io.BytesIO(base64.b64decode(text))

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 from mpitrain.job.data.order import keys_of
 
 
 def seed_generators(*what: object) -> None:
     """Seed the three generators of this process. The text of `what` alone decides what they draw."""
+    import torch
+
     first, second, third = (int(key) for key in keys_of(*what)[:3])
     random.seed(first)
     np.random.seed(second % 2**32)
@@ -23,6 +24,8 @@ def seed_generators(*what: object) -> None:
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """A block after which the three generators go on as if it had drawn nothing."""
+    import torch
+
     of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

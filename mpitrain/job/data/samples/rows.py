@@ -5,12 +5,12 @@ depends on the seed and the step alone. The generators of random numbers are see
 the number of ranks or workers either.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
 
 from mpitrain.job.data.order import keys_of, permute
 from mpitrain.job.data.samples.randomness import seed_generators
@@ -40,8 +40,10 @@ class Share(NamedTuple):
         return [row for part in self.parts for row in range(*part)]
 
 
-class Rows(IterableDataset[tuple[Place, Any]]):
+class Rows(ABC):
     """The batches of one rank, without end, from `place` on; with each batch the place of the one that follows it.
+
+    An iterable dataset for torch's DataLoader, which takes no other class for one: see `workers.started`.
 
     Args:
         dataset: of the user.
@@ -53,6 +55,9 @@ class Rows(IterableDataset[tuple[Place, Any]]):
     def __init__(self, dataset: Any, share: Share, *, seed: int, collate: Collate) -> None:
         self.dataset, self.share, self.seed, self._collate = dataset, share, seed, collate
         self.place = Place(0, 0)
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[Place, Any]]: ...
 
     def _made(self, samples: list[Any]) -> Any:
         """The batch of this rank's samples, in the order of the rows; or a list of the batches of its slices."""
@@ -70,6 +75,8 @@ class MapRows(Rows):
         self.num_samples, self.is_shuffled = len(dataset), is_shuffled
 
     def __iter__(self) -> Iterator[tuple[Place, Any]]:
+        from torch.utils.data import get_worker_info
+
         worker = get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
         batch, begin = self.share.batch, self.place.epoch * self.num_samples + self.place.sample

@@ -12,14 +12,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch.utils.data import DataLoader
+from typing import TYPE_CHECKING, Any, cast
 
 from collectives.launcher import LAUNCHER_PREFIXES
 from collectives.processes import end_by_parent_alone, helpers_start
 from mpitrain.job.data.samples.rows import Rows
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader, IterableDataset
 
 
 @contextmanager
@@ -60,8 +60,12 @@ def started(rows: Rows, num_workers: int) -> Iterator[Any]:
 
     TypeError if the dataset cannot be sent to a process.
     """
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset
+
+    IterableDataset.register(Rows)  # type: ignore[type-abstract]  # instead of a base class: rows.py is imported without torch
     loader = DataLoader(
-        rows,
+        cast("IterableDataset[Any]", rows),
         batch_size=None,
         num_workers=num_workers,
         collate_fn=_as_it_is,
@@ -80,7 +84,7 @@ def started(rows: Rows, num_workers: int) -> Iterator[Any]:
         ) from error
 
 
-def check_start(loader: DataLoader[Any]) -> None:
+def check_start(loader: "DataLoader[Any]") -> None:
     """ValueError if a DataLoader would fork its workers. Else they will end with their rank, and only with it."""
     if not loader.num_workers:
         return

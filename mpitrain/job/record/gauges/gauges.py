@@ -1,11 +1,14 @@
 """All gauges of a rank in one sample."""
 
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from mpitrain.job.record.gauges.host import HostGauges
 from mpitrain.job.record.gauges.memory import MemoryGauges
 from mpitrain.job.record.gauges.nvml import GpuGauges, id_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class Gauges:
@@ -19,7 +22,7 @@ class Gauges:
         device: on which this rank computes.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, model: "nn.Module", optimizer: "torch.optim.Optimizer", device: "torch.device") -> None:
         self._memory = MemoryGauges(model, optimizer, device)
         self._host = HostGauges()
         self._gpu = GpuGauges(id_of(device)) if device.type == "cuda" else None

@@ -6,12 +6,13 @@ its data, and "other" is the rest: activations and what the allocator keeps of t
 """
 
 from collections.abc import Iterator
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from collectives.transports.node.mappings import mapped_share_bytes
-from mpitrain.sharding.unit.unit import units_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class MemoryGauges:
@@ -23,7 +24,9 @@ class MemoryGauges:
         device: on which this rank computes.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, model: "nn.Module", optimizer: "torch.optim.Optimizer", device: "torch.device") -> None:
+        from mpitrain.sharding.unit.unit import units_of
+
         self._params, self._optimizer, self._device = list(model.parameters()), optimizer, device
         self._flats = [flat for unit in units_of(model) for flat in unit.flats]
 
@@ -39,6 +42,8 @@ class MemoryGauges:
 
         On a GPU: "other" is torch's peak on the device less the kinds that are there, so the device's kinds add up to `memory_bytes`.
         """
+        import torch
+
         states = self._optimizer.state.values()
         kinds = {
             "parameters": list(self._parameters()),
@@ -54,7 +59,7 @@ class MemoryGauges:
         figures["memory/shared_bytes"] = float(mapped_share_bytes())
         return figures | {"memory/other_bytes": float(max(held - known, 0))}
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
+    def _parameters(self) -> "Iterator[torch.Tensor]":
         """Shards, and full parameters that have memory now, in private memory. No two of them are in the same memory."""
         for flat in self._flats:
             storage = flat.storage

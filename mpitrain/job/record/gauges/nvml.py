@@ -5,9 +5,10 @@ and if NVML does not know it, by its address on the PCI bus.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 try:
     import pynvml
@@ -22,8 +23,10 @@ class GpuId(NamedTuple):
     bus_id: str
 
 
-def id_of(device: torch.device) -> GpuId:
+def id_of(device: "torch.device") -> GpuId:
     """The identity of a CUDA device."""
+    import torch
+
     about: Any = torch.cuda.get_device_properties(device)
     return GpuId(str(about.uuid), f"{about.pci_domain_id:08x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0")
 

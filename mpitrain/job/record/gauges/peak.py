@@ -9,10 +9,12 @@ the peak of a CPU is an upper bound. Virtual machines seldom tell this clock: th
 import re
 from collections.abc import Iterable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from mpitrain.job.record.machine import machine
+
+if TYPE_CHECKING:
+    import torch
 
 _FLOAT32 = {
     "A100": 19.5e12,
@@ -26,9 +28,13 @@ _OTHER_CARDS = ("PCIe", "NVL", "MIG")  # of the same names, with less: other dat
 _ARM = {"0xd0c": 16, "0xd40": 32, "0xd49": 16, "0xd4f": 32}
 
 
-def vendor_flops_per_s(device: torch.device, dtype: torch.dtype, *, cores: Iterable[int], threads: int) -> float | None:
+def vendor_flops_per_s(
+    device: "torch.device", dtype: "torch.dtype", *, cores: Iterable[int], threads: int
+) -> float | None:
     """The peak of a rank in products of `dtype`; None if it is not known. `cores`, `threads`: of the rank, if it computes on CPUs."""
     if device.type == "cuda":
+        import torch
+
         return gpu_flops_per_s(torch.cuda.get_device_name(device), dtype)
     try:
         about = Path("/proc/cpuinfo").read_text()
@@ -37,8 +43,10 @@ def vendor_flops_per_s(device: torch.device, dtype: torch.dtype, *, cores: Itera
     return cpu_flops_per_s(about, dtype, cores=cores, threads=threads, max_hz=_max_hz())
 
 
-def gpu_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
+def gpu_flops_per_s(name: str, dtype: "torch.dtype") -> float | None:
     """The peak of a GPU with this name, as the driver tells it."""
+    import torch
+
     known = {(its := machine.load(each)).name: its.flops for each in machine.names()}
     found = next((each for each in known if re.search(rf"\b{each}\b", name)), None)
     if found is None or (found != "A100" and any(card in name for card in _OTHER_CARDS)) or "MIG" in name:
@@ -47,7 +55,7 @@ def gpu_flops_per_s(name: str, dtype: torch.dtype) -> float | None:
 
 
 def cpu_flops_per_s(
-    cpuinfo: str, dtype: torch.dtype, *, cores: Iterable[int], threads: int, max_hz: float | None
+    cpuinfo: str, dtype: "torch.dtype", *, cores: Iterable[int], threads: int, max_hz: float | None
 ) -> float | None:
     """The peak of some cores of a CPU; None if the kind of its cores or their highest clock, `max_hz`, is not known.
 
@@ -70,8 +78,10 @@ def _pairs(block: str) -> Iterable[tuple[str, str]]:
         yield name.strip(), value.strip()
 
 
-def _flops_a_cycle(table: dict[str, str], dtype: torch.dtype) -> int | None:
+def _flops_a_cycle(table: dict[str, str], dtype: "torch.dtype") -> int | None:
     """Of one core. A 16-bit dtype without instructions of its own is computed in fp32."""
+    import torch
+
     if (part := table.get("CPU part")) is not None:
         return _ARM.get(part) if dtype is torch.float32 else None
     flags = set(table.get("flags", "").split())

@@ -10,17 +10,14 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from mpitrain.models import LanguageModel
-from mpitrain.models.loss import IGNORED, observed
-from mpitrain.optim.exact_sums import SLOTS, block_sums, to_digits, to_float
-from mpitrain.placement.marks import counts_in_norms, rows_of
-from mpitrain.sharding.unit.unit import params_by_shard
-from mpitrain.tensor.layers import VocabularyCrossEntropy
-from mpitrain.tensor.vocabulary import entropy
+if TYPE_CHECKING:
+    import torch
+
+    from mpitrain.models import LanguageModel
 
 _NUM_SUMS = 3
 """Sums of squares of a layer: of gradients, parameters and updates. The message has them, then the zeros and all of the gradients."""
@@ -38,7 +35,7 @@ class LayerFigures:
         total: sums numbers over all ranks.
     """
 
-    def __init__(self, model: LanguageModel, *, every: int, total: Callable[..., list[float]]) -> None:
+    def __init__(self, model: "LanguageModel", *, every: int, total: Callable[..., list[float]]) -> None:
         self._model, self._every, self._total = model, every, total
         self.layers = ["embedding", *(f"blocks.{index}" for index in range(model.config.layers)), "head"]
         self._entropies: list[float] = []  # of each forward the sum over targets that count
@@ -55,10 +52,11 @@ class LayerFigures:
         self._give_up()
         if not self._every or step % self._every:
             return False
+        from mpitrain.models.loss import observed
+
         self._observing.enter_context(observed(self._model, self._see))
         return True
 
-    @torch.no_grad()
     def after_backward(self, loss_scale: float | None) -> None:
         """Take the figures of the gradients when they are reduced, before they are divided by `loss_scale` and clipped.
 
@@ -66,26 +64,34 @@ class LayerFigures:
         optimizers that are known, and without the decay. The memory of the activations is free at this time, so the copy seldom
         raises the peak of a step.
         """
-        self._observing.close()
-        self._counted = _counted(self._model)
-        params = [param for _, param in self._counted]
-        grads = [param.new_zeros(0) if param.grad is None else param.grad for param in params]
-        self._scale = loss_scale or 1.0
-        self._squared_grads = self._squares(grads)
-        self._zeros = [(zeros, grad.numel()) for zeros, grad in zip(_zeros_of_each(grads), grads, strict=True)]
-        self._before = [param.detach().clone() for param in params]
+        import torch
 
-    @torch.no_grad()
+        with torch.no_grad():
+            self._observing.close()
+            self._counted = _counted(self._model)
+            params = [param for _, param in self._counted]
+            grads = [param.new_zeros(0) if param.grad is None else param.grad for param in params]
+            self._scale = loss_scale or 1.0
+            self._squared_grads = self._squares(grads)
+            self._zeros = [(zeros, grad.numel()) for zeros, grad in zip(_zeros_of_each(grads), grads, strict=True)]
+            self._before = [param.detach().clone() for param in params]
+
     def end(self) -> dict[str, float]:
         """The figures, after the optimizer's step, or without one; the same on all ranks. Collective.
 
         Norms of gradients are those before clipping, and norms of parameters are those before the update. A figure that is not defined
         is left out: the share of zeros without gradients, and the update ratio of a layer of zeros.
         """
-        params = self._squares(self._before)
-        if self._before:
-            torch._foreach_sub_(self._before, [param.detach() for _, param in self._counted])
-        kinds = self._squared_grads, params, self._squares(self._before)
+        import torch
+
+        from mpitrain.optim.exact_sums import SLOTS, to_digits, to_float
+
+        with torch.no_grad():
+            params = self._squares(self._before)
+            if self._before:
+                torch._foreach_sub_(self._before, [param.detach() for _, param in self._counted])
+            updates = self._squares(self._before)
+        kinds = self._squared_grads, params, updates
         of_layers: dict[str, list[int]] = {layer: [] for layer in self.layers}
         for index, (name, _) in enumerate(self._counted):
             of_layers[self._model.stage_plan.layer_of(name)].append(index)
@@ -106,11 +112,20 @@ class LayerFigures:
         of_logits, num = to_float(list(islice(total, SLOTS))), next(total)
         return figures | ({"logit_entropy": of_logits / num} if num else {})
 
-    def _squares(self, tensors: list[torch.Tensor]) -> list[np.ndarray]:
+    def _squares(self, tensors: "list[torch.Tensor]") -> list[np.ndarray]:
         """The sums of squares of blocks of tensors that are like the parameters that count."""
+        from mpitrain.optim.exact_sums import block_sums
+        from mpitrain.placement.marks import rows_of
+
         return block_sums([rows_of(param, each) for (_, param), each in zip(self._counted, tensors, strict=True)])
 
-    def _see(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
+    def _see(self, logits: "torch.Tensor", targets: "torch.Tensor", losses: "torch.Tensor") -> None:
+        import torch
+
+        from mpitrain.models.loss import IGNORED
+        from mpitrain.tensor.layers import VocabularyCrossEntropy
+        from mpitrain.tensor.vocabulary import entropy
+
         loss = self._model.loss
         exchange = loss.ranks.exchange if isinstance(loss, VocabularyCrossEntropy) else None
         counts = targets != IGNORED
@@ -125,8 +140,11 @@ class LayerFigures:
         self._counted, self._squared_grads, self._zeros, self._before = [], [], [], []
 
 
-def _counted(model: LanguageModel) -> list[tuple[str, torch.Tensor]]:
+def _counted(model: "LanguageModel") -> "list[tuple[str, torch.Tensor]]":
     """The trained shards of which this rank counts the elements: of ranks with the same elements only the first does."""
+    from mpitrain.placement.spread import counts_in_norms
+    from mpitrain.sharding.unit.unit import params_by_shard
+
     sharded = params_by_shard(model)
     return [
         (name, param)
@@ -135,8 +153,10 @@ def _counted(model: LanguageModel) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _zeros_of_each(grads: list[torch.Tensor]) -> list[float]:
+def _zeros_of_each(grads: "list[torch.Tensor]") -> list[float]:
     """The number of zeros in each gradient. The host waits once for each device."""
+    import torch
+
     zeros = [0.0] * len(grads)
     for device in {grad.device for grad in grads}:
         there = [index for index, grad in enumerate(grads) if grad.device == device]

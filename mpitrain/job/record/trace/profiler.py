@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
-
 from mpitrain.job.record.trace.clocks import Line, Sample, fit
 
 _MARK = "mpitrain: clock"
@@ -47,6 +44,9 @@ class Profiler:
     """
 
     def __init__(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
         if _is_profiling():
             raise RuntimeError("another profiler of torch runs already; a trace needs steps without it")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its first start prints lines about itself
@@ -79,6 +79,8 @@ class Profiler:
                 self._profile.stop()
 
     def _mark(self) -> list[tuple[float, float]]:
+        from torch.profiler import record_function
+
         marks = []
         for _ in range(_NUM_MARKS):
             before = time.monotonic()
@@ -104,6 +106,8 @@ class Profiler:
 
 def _is_profiling() -> bool:
     """Whether a profile of torch runs in this process. torch has no public query."""
+    import torch
+
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 

@@ -7,10 +7,9 @@ from bisect import bisect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from torch import nn
 
 import collectives
 from collectives import Communicator
@@ -23,6 +22,9 @@ from mpitrain.job.record.trace.events import LAYERS, OPERATORS, PIPELINE, STEPS,
 from mpitrain.job.record.trace.meetings import Met, corrections
 from mpitrain.job.record.trace.profiler import Operator, Profiler
 from mpitrain.job.record.trace.spans import Span, Spans
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Acting(Protocol):
@@ -38,7 +40,7 @@ class Session:
     def __init__(
         self,
         comm: Communicator,
-        model: nn.Module,
+        model: "nn.Module",
         clock: StepClock,
         passes: Acting,
         *,

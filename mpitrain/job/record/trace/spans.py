@@ -2,12 +2,13 @@
 
 import time
 from contextlib import ExitStack
-from typing import NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpitrain.job.record.gauges.phases import Lap, StepClock
 from mpitrain.job.record.layer_ranges import Kind, layer_ranges
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Span(NamedTuple):
@@ -25,7 +26,7 @@ class Spans:
     the forwards and backwards of the whole model.
     """
 
-    def __init__(self, model: nn.Module, clock: StepClock, *, has_stages: bool) -> None:
+    def __init__(self, model: "nn.Module", clock: StepClock, *, has_stages: bool) -> None:
         self.layers: list[Span] = []
         self.phases: list[Span] = []
         self._clock, self._has_stages, self._begun = clock, has_stages, 0.0

@@ -3,15 +3,16 @@
 import contextlib
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, NamedTuple
 
 import collectives
 from collectives import Communicator
 from mpitrain.job.record.gauges.phases import StepClock
 from mpitrain.job.record.trace.request import Requests
 from mpitrain.job.record.trace.session import Acting, Session
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FOLDER = "traces"
 
@@ -38,7 +39,7 @@ class Tracer:
         folder: Path,
         comm: Communicator,
         *,
-        model: nn.Module,
+        model: "nn.Module",
         clock: StepClock,
         passes: Acting,
         traced: tuple[int, int] | None = None,

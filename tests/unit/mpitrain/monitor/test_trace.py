@@ -269,5 +269,5 @@ def test_a_request_is_void_when_its_time_is_over(tmp_path: Path) -> None:
 
 
 def test_the_command_imports_neither_torch_nor_mpi() -> None:
-    code = "import sys; from mpitrain.job.record.trace import command, picture; print({'torch', 'mpi4py.MPI'} & set(sys.modules))"
+    code = "import sys; from mpitrain.view.trace import command, picture; print({'torch', 'mpi4py.MPI'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "set()\n"
