@@ -7,9 +7,11 @@ from typing import NoReturn
 
 # Before all that needs more than the standard library, because a head node may have no more.
 if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
-    from mpitrain.job.elastic.supervisor.requests import Requests
+    from mpitrain.job.elastic.supervisor.requests import SignalRequests
 
-    requests = Requests()  # first: a request that comes during the imports, or while mpirun and Slurm are asked, counts
+    requests = (
+        SignalRequests()
+    )  # first: a request that comes during the imports, or while mpirun and Slurm are asked, counts
     from mpitrain.job.elastic.supervisor.command import main as elastic
 
     raise SystemExit(elastic(sys.argv[2:], requests))

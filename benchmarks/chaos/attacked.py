@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.chaos import stranger
 from collectives.diagnosis.ring import handshake, joining
 from collectives.diagnosis.ring.handshake import Words
-from collectives.diagnosis.ring.links import Link, Place, connect
+from collectives.diagnosis.ring.links import Link, ListenerPlace, connect
 from collectives.diagnosis.ring.listener import Listener
 from collectives.launcher import environment_of_program
 
@@ -39,7 +39,7 @@ class Attacker:
             command, env=environment_of_program(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def attack(self, place: Place, sent: bytes = b"") -> list[str]:
+    def attack(self, place: ListenerPlace, sent: bytes = b"") -> list[str]:
         """Attack a listener; returns what the process says of each of its sockets. `sent`: to be replayed."""
         targets = [f"{address},{port}" for address, port in place.addresses] + [place.name] * bool(place.name)
         return [self._attack(f"{target} {sent.hex()}".replace("\0", "@")) for target in targets]
@@ -52,7 +52,7 @@ class Attacker:
             return f"stranger: no answer within {_ANSWER_S} s"
         return self._process.stdout.readline().decode().strip()
 
-    def replay(self, place: Place) -> list[str]:
+    def replay(self, place: ListenerPlace) -> list[str]:
         """Make a connection and give it up. Then send what this process has sent for it to the same listener."""
         return self.attack(place, record(place))
 
@@ -62,7 +62,7 @@ class Attacker:
         self._process.communicate()
 
 
-def record(place: Place) -> bytes:
+def record(place: ListenerPlace) -> bytes:
     """What this process sends to a listener for a connection, which it then gives up. Empty if there is no connection."""
     sent: list[bytes] = []
     here = threading.get_ident()
@@ -97,7 +97,7 @@ def _attack_all(kind: str) -> None:
             if kind != "replay":
                 print(*attacker.attack(self.place), sep="\n", flush=True)
 
-    def replayed(place: Place) -> Link | None:
+    def replayed(place: ListenerPlace) -> Link | None:
         if kind == "replay":
             print(*attacker.replay(place), sep="\n", flush=True)
         return connect(place)

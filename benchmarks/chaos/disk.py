@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.chaos.harms import Harm, Harmer, is_saving
-from mpitrain.tools.bench.jobs.job import Job
+from mpitrain.tools.bench.jobs.job import BenchJob
 
 _WAIT_S = 60.0
 
@@ -35,7 +35,7 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
 def fills(seconds: float) -> Harmer:
     """Fills the file system of the job's folder during a save, a random one of the first `seconds` after the first step."""
 
-    def harm(job: Job, rng: random.Random) -> Harm | None:
+    def harm(job: BenchJob, rng: random.Random) -> Harm | None:
         _filler(job).unlink(missing_ok=True)  # of a trial in which it came too late
         time.sleep(rng.uniform(0.0, seconds))
         if not job.wait_until(lambda: is_saving(job), _WAIT_S, every_s=0.001):
@@ -54,10 +54,10 @@ def fills(seconds: float) -> Harmer:
     return harm
 
 
-def free_up(job: Job) -> None:
+def free_up(job: BenchJob) -> None:
     """Takes back what `fills` has done."""
     _filler(job).unlink()
 
 
-def _filler(job: Job) -> Path:
+def _filler(job: BenchJob) -> Path:
     return job.run.with_name("filler")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from mpitrain.tools.bench.jobs.job import Job
+from mpitrain.tools.bench.jobs.job import BenchJob
 
 _WAIT_S = 120.0
 
@@ -23,11 +23,11 @@ class Harm(NamedTuple):
     rank: int = -1
 
 
-Harmer = Callable[[Job, random.Random], Harm | None]
+Harmer = Callable[[BenchJob, random.Random], Harm | None]
 """Harms a job whose first step begins. None: the job ended too early."""
 
 
-def kill(job: Job, pick: Sequence[int], how: int = signal.SIGKILL) -> Harm:
+def kill(job: BenchJob, pick: Sequence[int], how: int = signal.SIGKILL) -> Harm:
     """Send a signal to ranks of MPI_COMM_WORLD."""
     there = job.ranks()
     step, now = max(job.steps(), default=0), time.time()
@@ -43,14 +43,14 @@ def at_random(
     *,
     victim: int | None = None,
     pause_s: float | None = None,
-    during: Callable[[Job], bool] = lambda job: True,
+    during: Callable[[BenchJob], bool] = lambda job: True,
 ) -> Harmer:
     """Kills a rank at a random moment of the first `seconds` from the first step on. `victim`: this one.
 
     `pause_s`: kills another rank after a random pause of at most so many seconds. `during`: what must hold at that time.
     """
 
-    def harm(job: Job, rng: random.Random) -> Harm | None:
+    def harm(job: BenchJob, rng: random.Random) -> Harm | None:
         time.sleep(rng.uniform(0.0, seconds))
         first = rng.randrange(num_ranks) if victim is None else victim
         if job.process.poll() is not None or len(job.ranks()) < num_ranks:
@@ -67,10 +67,10 @@ def at_random(
     return harm
 
 
-def when(condition: Callable[[Job], bool], num_ranks: int, within_s: float) -> Harmer:
+def when(condition: Callable[[BenchJob], bool], num_ranks: int, within_s: float) -> Harmer:
     """Kills a random rank while a condition is true, at most `within_s` after it has become true for the first time."""
 
-    def harm(job: Job, rng: random.Random) -> Harm | None:
+    def harm(job: BenchJob, rng: random.Random) -> Harm | None:
         if not job.wait_until(lambda: condition(job), _WAIT_S, every_s=0.001):
             return None
         time.sleep(rng.uniform(0.0, within_s))
@@ -79,23 +79,23 @@ def when(condition: Callable[[Job], bool], num_ranks: int, within_s: float) -> H
     return harm
 
 
-def is_recovering(job: Job) -> bool:
+def is_recovering(job: BenchJob) -> bool:
     """Whether a job of which a rank was killed has not yet done a step after it."""
     return not job.events("restore")
 
 
-def is_saving(job: Job) -> bool:
+def is_saving(job: BenchJob) -> bool:
     """Whether a save is under way."""
     return any(job.run.glob("checkpoints/.step-*.staging"))
 
 
-def is_evaluating(job: Job) -> bool:
+def is_evaluating(job: BenchJob) -> bool:
     """Whether the step before an evaluation is done, and the evaluation is not."""
     data = (job.run / "metrics.jsonl").read_bytes() if (job.run / "metrics.jsonl").exists() else b""
     return max(job.steps(), default=0) == 10 and b"heldout_loss" not in data
 
 
-def by_itself(job: Job, rng: random.Random) -> Harm | None:
+def by_itself(job: BenchJob, rng: random.Random) -> Harm | None:
     """Waits until a job of mpitrain.tools.bench.jobs.harmed has harmed itself."""
     assert job.harm is not None
     if not job.wait_until(lambda: job.harm_file.exists() and job.harm_file.read_text(), _WAIT_S):
@@ -106,7 +106,7 @@ def by_itself(job: Job, rng: random.Random) -> Harm | None:
 def launcher(*signals: int, seconds: float, apart_s: float = 0.0) -> Harmer:
     """Sends signals to mpirun at a random moment of the first `seconds` from the first step on."""
 
-    def harm(job: Job, rng: random.Random) -> Harm | None:
+    def harm(job: BenchJob, rng: random.Random) -> Harm | None:
         time.sleep(rng.uniform(0.0, seconds))
         if (pid := job.launcher()) is None:
             return None
@@ -123,7 +123,7 @@ def launcher(*signals: int, seconds: float, apart_s: float = 0.0) -> Harmer:
 def host(seconds: float, *, cut: bool) -> Harmer:
     """Ends a random host at a random moment of the first `seconds` from the first step on. `cut`: cuts its link instead."""
 
-    def harm(job: Job, rng: random.Random) -> Harm | None:
+    def harm(job: BenchJob, rng: random.Random) -> Harm | None:
         time.sleep(rng.uniform(0.0, seconds))
         hosts: dict[str, list[int]] = {}
         for rank, pid in sorted(job.ranks().items()):
@@ -153,12 +153,12 @@ def _namespace(pid: int, kind: str) -> str:
         return ""
 
 
-def nothing(job: Job, rng: random.Random) -> Harm | None:
+def nothing(job: BenchJob, rng: random.Random) -> Harm | None:
     """Only waits for the end."""
     return Harm(time.time(), 0)
 
 
-def busy_core(job: Job, rng: random.Random) -> Harm | None:
+def busy_core(job: BenchJob, rng: random.Random) -> Harm | None:
     """Runs another process on one core until the job ends."""
     core = rng.choice(sorted(os.sched_getaffinity(0)))
     words = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): sum(range(10**6))"

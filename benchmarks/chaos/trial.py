@@ -9,7 +9,7 @@ from benchmarks.chaos.cases import Case
 from benchmarks.chaos.verdicts import Facts, Outcome
 from mpitrain.job.elastic.copies.holding import remove_all
 from mpitrain.job.elastic.lease import read_lease
-from mpitrain.tools.bench.jobs.job import Job, OwnHarm
+from mpitrain.tools.bench.jobs.job import BenchJob, OwnHarm
 
 _START_S, _END_S = 120.0, 240.0
 
@@ -31,11 +31,11 @@ def attempt(
         own = OwnHarm(
             case.fault, rng.randrange(case.num_ranks), rng.randint(2, case.num_steps - 1), rng.randrange(1 << 31)
         )
-    job = Job(command, {**env, **case.env}, case.settings, run, own, case.module)
+    job = BenchJob(command, {**env, **case.env}, case.settings, run, own, case.module)
     jobs = [job]
 
-    def start() -> tuple[Job, int | None]:
-        jobs.append(Job(command, {**env, **case.env}, case.settings, run))
+    def start() -> tuple[BenchJob, int | None]:
+        jobs.append(BenchJob(command, {**env, **case.env}, case.settings, run))
         return jobs[-1], jobs[-1].end(_START_S + case.seconds)
 
     try:
@@ -65,7 +65,7 @@ def losses_of(case: Case, command: Sequence[str], env: Mapping[str, str], room: 
     """The losses of an undisturbed run in the folder `room`. RuntimeError if it fails."""
     run = _folder(case, room)
     shutil.rmtree(run, ignore_errors=True)
-    job = Job(command, {**env, **case.env}, case.settings, run)
+    job = BenchJob(command, {**env, **case.env}, case.settings, run)
     try:
         if (code := job.end(_START_S + _END_S + case.seconds)) != 0:
             raise RuntimeError(f"an undisturbed run ended with exit code {code}:\n{job.output}")

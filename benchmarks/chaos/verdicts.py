@@ -18,7 +18,7 @@ from mpitrain.job.elastic.lease import read_lease
 from mpitrain.job.record.files.events import REGULAR
 from mpitrain.job.record.parsing.events import read_events
 from mpitrain.job.record.stragglers import CAUSES
-from mpitrain.tools.bench.jobs.job import Job
+from mpitrain.tools.bench.jobs.job import BenchJob
 
 _TOLERANCE = 1e-5
 """Relative, of the losses of the ten steps from a recovery on: fewer ranks add in another order."""
@@ -47,11 +47,11 @@ class Facts(NamedTuple):
     `start`: starts another job with the same arguments, and waits for its end.
     """
 
-    job: Job
+    job: BenchJob
     code: int | None
     harm: Harm
     reference: Mapping[int, float]
-    start: Callable[[], tuple[Job, int | None]]
+    start: Callable[[], tuple[BenchJob, int | None]]
 
 
 Verdict = Callable[[Facts, Outcome], str]
@@ -249,12 +249,12 @@ def names_slow_rank(cause: str) -> Verdict:
     return verdict
 
 
-def _faults(job: Job) -> list[str]:
+def _faults(job: BenchJob) -> list[str]:
     """The events that a run without faults has not."""
     return [event["event"] for event in read_events(job.run) if event["event"] not in REGULAR]
 
 
-def _alarms(job: Job, others: str = "") -> list[str]:
+def _alarms(job: BenchJob, others: str = "") -> list[str]:
     """The lines by which ranks report something. `others`: a pattern of further ones."""
     return [line for line in job.output.splitlines() if re.match(rf"\[rank|notice{others}", line)]
 
@@ -283,7 +283,7 @@ def _of_end(facts: Facts, outcome: Outcome, starts: list[int], max_repeated: int
     return _of_remains(job)
 
 
-def _of_remains(job: Job, *, leaves_copies: bool = False, leaves_stages: bool = False) -> str:
+def _of_remains(job: BenchJob, *, leaves_copies: bool = False, leaves_stages: bool = False) -> str:
     """What a job has left behind that it should not."""
     if not job.wait_until_left_alone(10.0):
         return f"processes {job.left()} are left"

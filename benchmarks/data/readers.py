@@ -12,7 +12,7 @@ from mpitrain.job.data.documents import checked_text
 from mpitrain.job.data.open_shards import OpenShards
 from mpitrain.job.data.shards import list_shards
 from mpitrain.job.data.streaming.lanes import Recipe
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.data.tokenizers import Bytes
 
 _SEED = 1
@@ -42,7 +42,7 @@ def _each(write: Callable[[Path, list[bytes]], None], suffix: str) -> Callable[[
 
 def _ours(folder: Path, shuffled: bool) -> Iterator[bytes]:
     """The checked text of documents: shard by shard, or as a run with one lane gets it."""
-    source, cache = Source.new("documents", list_shards([f"{folder}/*"]), lanes=1), ShardCache()
+    source, cache = DocumentSource.new("documents", list_shards([f"{folder}/*"]), lanes=1), ShardCache()
     if shuffled:
         (feed,) = Recipe((source,), (((0, 1.0),),), 1, 1, 1, _SEED, "cut", cache, Bytes()).feeds()
         for chunk in range(feed.sequence.length(0)):

@@ -15,7 +15,7 @@ from mpitrain.job.data.shards import list_shards
 from mpitrain.job.data.streaming.batches import DocumentBatches
 from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.job.data.streaming.processes import Processes
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.data.tokenizers import Tokenizer
 
 CONTEXT, ROWS = 1024, 8
@@ -31,7 +31,7 @@ Get = Callable[[int], np.ndarray]
 
 def recipe(folder: Path, tokenizer: Tokenizer, *, lanes: int = ROWS) -> Recipe:
     """The recipe of a run with `lanes` rows on the shards in a folder."""
-    source = Source.new("documents", list_shards([f"{folder}/*"]), lanes=lanes)
+    source = DocumentSource.new("documents", list_shards([f"{folder}/*"]), lanes=lanes)
     return Recipe((source,), (((0, 1.0),),), lanes, lanes, CONTEXT, 1, "cut", ShardCache(), tokenizer)
 
 

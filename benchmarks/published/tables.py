@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mpitrain.job.record.machine import machine as machines
-from mpitrain.tools.plan.layout import DEEPSPEED_2021, LLAMA_2024, MEGATRON_2021, MEGATRON_2022, Layout, Software
+from mpitrain.tools.plan.layout import DEEPSPEED_2021, LLAMA_2024, MEGATRON_2021, MEGATRON_2022, RankLayout, Software
 from mpitrain.tools.plan.price import Price, price
 from mpitrain.tools.plan.transformer import NAMED, Transformer, gpt
 
@@ -18,7 +18,7 @@ class Row(NamedTuple):
 
     name: str
     model: Transformer
-    layout: Layout
+    layout: RankLayout
     value: float
     software: Software
 
@@ -92,8 +92,8 @@ def _narayanan_1() -> tuple[Row, ...]:
     )
 
 
-def _megatron(t: int, p: int, v: int, micro: int, batch: int, gpus: int) -> Layout:
-    return Layout(
+def _megatron(t: int, p: int, v: int, micro: int, batch: int, gpus: int) -> RankLayout:
+    return RankLayout(
         tensor=t,
         pipeline=p,
         data=gpus // (t * p),
@@ -138,7 +138,7 @@ def _narayanan_2() -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         Row(
             f"{name.partition('-')[2].upper()}, {gpus} GPUs",
             NAMED[name],
-            Layout(data=gpus, zero=3, micro=micro, batch=batch, sequence=False, recompute="block"),
+            RankLayout(data=gpus, zero=3, micro=micro, batch=batch, sequence=False, recompute="block"),
             tflops,
             DEEPSPEED_2021,
         )
@@ -177,7 +177,7 @@ def _llama_4() -> tuple[Row, ...]:
         Row(
             f"{gpus:,} GPUs, {context // 1024}k tokens",
             replace(model, context=context),
-            Layout(
+            RankLayout(
                 tensor=8,
                 pipeline=16,
                 context=cp,
@@ -224,7 +224,7 @@ class Choice(NamedTuple):
     name: str
     machine: str
     model: Transformer
-    layouts: dict[str, Layout]
+    layouts: dict[str, RankLayout]
     best: str
     software: Software
 

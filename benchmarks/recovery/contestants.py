@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from collectives.programs import python
 from mpitrain.tools.bench.jobs import checkout
-from mpitrain.tools.bench.jobs.job import Job
+from mpitrain.tools.bench.jobs.job import BenchJob
 
 RANKS, EVERY, STEPS = 2, 10, 200
 TORCHRUN, TORCHFT = "torchrun", "torchft"
@@ -32,7 +32,7 @@ class Size(NamedTuple):
 SIZES: Mapping[str, Size] = {"tiny": Size(192, 3, 3, 128, 12), "101m": Size(768, 14, 12, 128, 2)}
 
 
-def start(name: str, size: Size, run: Path) -> Job:
+def start(name: str, size: Size, run: Path) -> BenchJob:
     """Start the job of a contestant in the folder `run`."""
     mpirun, env = checkout.mpirun(RANKS)
     # A restart of a contestant finds its modules compiled, as a user's does.
@@ -40,7 +40,7 @@ def start(name: str, size: Size, run: Path) -> Job:
     if name == TORCHFT:
         words = [word for of, number in size._asdict().items() for word in (f"--{of}", str(number))]
         words += ["--steps", str(STEPS), "--replicas", str(RANKS)]
-        return Job((), env, words, run, module="benchmarks.recovery.torchft_ddp")
+        return BenchJob((), env, words, run, module="benchmarks.recovery.torchft_ddp")
     if name == TORCHRUN:
         torchrun = (
             *python("torch.distributed.run"),
@@ -53,7 +53,7 @@ def start(name: str, size: Size, run: Path) -> Job:
         words += ["--steps", str(STEPS), "--every", str(EVERY)]
         # Else restarted ranks may find the addresses of the ended ones, and use up the restarts (pytorch issue 135712).
         env = {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return Job(
+        return BenchJob(
             (*torchrun, "--standalone", "--no-python", "--"),
             env,
             words,
@@ -66,14 +66,14 @@ def start(name: str, size: Size, run: Path) -> Job:
     supervisor = (*python("mpitrain"), "elastic", "--")
     copies = ["--train.elastic", "true", "--train.copy_every", str(EVERY), "--checkpoint.every", "0"]
     if name == "in-place":
-        return Job(mpirun, env, [*words, *copies], run)
+        return BenchJob(mpirun, env, [*words, *copies], run)
     if name == "relaunch":
         plain = (mpirun[0], "-np", str(RANKS))
-        return Job((*supervisor, *plain), env, [*words, "--checkpoint.every", str(EVERY)], run)
-    return Job((*supervisor, *mpirun), env, [*words, *copies, "--train.min_ranks", str(RANKS)], run)
+        return BenchJob((*supervisor, *plain), env, [*words, "--checkpoint.every", str(EVERY)], run)
+    return BenchJob((*supervisor, *mpirun), env, [*words, *copies, "--train.min_ranks", str(RANKS)], run)
 
 
-def ranks_of(name: str, job: Job) -> dict[int, int]:
+def ranks_of(name: str, job: BenchJob) -> dict[int, int]:
     """The process id of each rank."""
     if name not in (TORCHRUN, TORCHFT):
         return job.ranks()

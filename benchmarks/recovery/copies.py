@@ -17,7 +17,7 @@ import numpy as np
 import ckpt
 import collectives
 from mpitrain.job.elastic.copies.files import remove_copies
-from mpitrain.job.elastic.copies.taking import Copies
+from mpitrain.job.elastic.copies.taking import StateCopies
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     run = comm.broadcast_object(f"bench{time.time_ns():x}")
     data = np.random.default_rng(comm.rank).integers(0, 255, int(options.mb * 1e6), np.uint8)
     tensors = {"x": ckpt.Shard(data, (comm.size * data.size,), (comm.rank * data.size,))}
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     partners = copies._partners
     assert partners is not None
     rows = []

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.recovery.contestants import EVERY, RANKS, TORCHFT, Size, ranks_of, start
 from mpitrain.job.elastic.copies.holding import remove_all
 from mpitrain.job.elastic.lease import read_lease
-from mpitrain.tools.bench.jobs.job import Job
+from mpitrain.tools.bench.jobs.job import BenchJob
 
 START_S, RECOVER_S = 180.0, 120.0
 _LOOK_S = 0.002
@@ -72,22 +72,22 @@ def _trial(name: str, size: Size, run: Path) -> dict[str, Any]:
             remove_all(lease.run)
 
 
-def _wait(job: Job, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+def _wait(job: BenchJob, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     if not job.wait_until(condition, timeout_s, every_s=_LOOK_S):
         raise TrialError(f"the job did not come to {what} within {timeout_s:g} s:\n{job.output[-4000:]}")
 
 
-def _last_step(job: Job) -> int:
+def _last_step(job: BenchJob) -> int:
     """The step of the last complete line of the metrics."""
     return int(_last_line(job).get("step", 0))
 
 
-def _num_replicas(job: Job) -> int:
+def _num_replicas(job: BenchJob) -> int:
     """The replicas of torchft that took part in the last step."""
     return int(_last_line(job).get("replicas", 0))
 
 
-def _last_line(job: Job) -> dict[str, Any]:
+def _last_line(job: BenchJob) -> dict[str, Any]:
     try:
         lines = (job.run / "metrics.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()
     except OSError:

@@ -32,7 +32,7 @@ from collectives.selection.selector import WITHIN_NODE
 from collectives.transports.call import Call
 from collectives.transports.node.posted import Post
 from collectives.transports.node.shared import Shared
-from collectives.transports.runs import Exchange, Runs
+from collectives.transports.runs import NodeExchange, Runs
 from collectives.transports.transport import Counts, parts
 
 
@@ -271,7 +271,9 @@ class Collectives:
                     return x
                 across = dispatch.transports.of(entry.algorithm)
                 if of_node is not None:
-                    exchange = Exchange(self.rank, self._grid, bounds, of_runs, flat.dtype, by_caller.combined.numpy)
+                    exchange = NodeExchange(
+                        self.rank, self._grid, bounds, of_runs, flat.dtype, by_caller.combined.numpy
+                    )
                     by_caller.reduce(exchange.carry_out(flat, by_caller.combine, of_node, across))
                     return x
                 received = np.empty(sum(counts.recv), flat.dtype)

@@ -25,7 +25,7 @@ end_process = os._exit
 """Ends this process at once, with its exit code, also in a job that survives losses: for a process whose job ends."""
 
 
-class Others(Protocol):
+class EndingResources(Protocol):
     """Resources that end before MPI."""
 
     def __bool__(self) -> bool:
@@ -47,7 +47,7 @@ class LastWords:
 class Before:
     """The resources of this process that end before MPI."""
 
-    others: Others | None = None
+    others: EndingResources | None = None
 
 
 def end_together(mpi: Any, *, well: bool) -> None:

@@ -27,7 +27,7 @@ NUM_SHOWN = 5
 _leaving_together = False
 
 
-class Others:
+class OtherRanks:
     """Prints the places of all ranks. The monitor sets it."""
 
     show: Callable[[], None] | None = None
@@ -95,8 +95,8 @@ def abort_on_uncaught(mpi: Any) -> None:
         claim()
         message = report(kind, error, trace, *_operations(error))
         says_more = dump.write_file(f"ended by {kind.__name__}")
-        if Others.show is not None and getattr(error, "_shows_all_ranks", False):
-            Others.show()
+        if OtherRanks.show is not None and getattr(error, "_shows_all_ranks", False):
+            OtherRanks.show()
             says_more = True
         if says_more:
             say(dump.RecordOutput.rank, message)  # again: it is the last text

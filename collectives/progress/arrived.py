@@ -6,7 +6,7 @@ from collectives.diagnosis.record import Entry
 from collectives.diagnosis.stacks import issued_here
 from collectives.progress.progress import Progress
 from collectives.progress.work import Work
-from collectives.transports.node.meeting import Meeting
+from collectives.transports.node.meeting import NodeMeeting
 
 
 class Arrived(Work):
@@ -16,7 +16,7 @@ class Arrived(Work):
     may wait for one of them.
     """
 
-    def __init__(self, meeting: Meeting, entry: Entry, progress: Progress) -> None:
+    def __init__(self, meeting: NodeMeeting, entry: Entry, progress: Progress) -> None:
         super().__init__()
         self._progress = progress
         self._meeting, self._count, self._entry, self._site = meeting, meeting.arrive(), entry, issued_here()

@@ -39,7 +39,7 @@ def _never(out: Any, parts: list[Any]) -> None:
     raise AssertionError("a run of one rank is not combined")
 
 
-class Exchange:
+class NodeExchange:
     """The messages of one call. `grid[k]`: the ranks on node k, in order. `bounds`: of the owners' parts. `runs`: their bounds.
 
     `dtype`: of the arrays; `combined`: of what `combine` fills. All are the same on all ranks, except `rank`, the number of this one.

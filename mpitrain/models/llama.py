@@ -40,7 +40,7 @@ class Rotation:
         return torch.cat(turned, dim=-1).to(x_BHLD.dtype)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal self-attention, in which several heads of queries share a head of keys and values."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         return self.proj(attend(rotation(q_BHLD), rotation(k_BHLD), v_BHLD, segments))
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     """SwiGLU: one half of the inner features, after SiLU, multiplies the other half."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -79,20 +79,24 @@ class MLP(nn.Module):
         return self.proj(F.silu(gate) * up)
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """One layer, and one unit of sharding: attention, then MLP; each reads the normed residual stream and adds its output to it."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(config.width, RMS_EPS)
-        self.attn = Attention(config)
+        self.attn = LlamaAttention(config)
         self.norm2 = nn.RMSNorm(config.width, RMS_EPS)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, segments: Segments | None = None) -> torch.Tensor:
         """(B, L, C) -> (B, L, C)."""
         x = x + self.attn(self.norm1(x), rotation, segments=segments)
         return x + self.mlp(self.norm2(x))
+
+
+# The names that users see in errors and printed models, and write in `keep_fp32`, are those of a GPT's parts.
+LlamaAttention.__name__, LlamaMLP.__name__, LlamaBlock.__name__ = "Attention", "MLP", "Block"
 
 
 class Llama(LanguageModel):
@@ -103,7 +107,7 @@ class Llama(LanguageModel):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, RMS_EPS)
         self.end()
 

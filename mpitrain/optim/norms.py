@@ -14,7 +14,7 @@ from mpitrain.optim.exact_sums import block_sums, to_digits, to_float
 from mpitrain.placement.marks import SumRanks, counts_in_sums, rows_of, sum_ranks_of
 
 
-class Spent:
+class NormTime:
     """The seconds that this process has spent in messages about norms so far, with the waits for other ranks."""
 
     seconds = 0.0
@@ -25,7 +25,7 @@ def reduce(comm: Communicator | None, values: torch.Tensor, op: str = "sum") -> 
     if comm is not None and comm.size > 1:
         began = perf_counter()
         comm.all_reduce(values, op)
-        Spent.seconds += perf_counter() - began
+        NormTime.seconds += perf_counter() - began
 
 
 Parts = dict[SumRanks | None, list[torch.Tensor]]

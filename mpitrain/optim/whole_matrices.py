@@ -10,7 +10,7 @@ import torch
 
 from collectives import Communicator
 from mpitrain.optim.owners import Boxes, Matrix, assign, routes
-from mpitrain.placement.parts import Box, Piece
+from mpitrain.placement.parts import Box, ParameterPiece
 
 Place = tuple[slice, ...]
 
@@ -18,7 +18,9 @@ Place = tuple[slice, ...]
 class WholeMatrices:
     """`matrices` that the ranks of `comm` hold in boxes; `mine[i]`: this rank's pieces of matrix i. All ranks make the same object."""
 
-    def __init__(self, comm: Communicator, matrices: Sequence[Matrix], mine: Sequence[Sequence[Piece]]) -> None:
+    def __init__(
+        self, comm: Communicator, matrices: Sequence[Matrix], mine: Sequence[Sequence[ParameterPiece]]
+    ) -> None:
         self._comm, self._matrices, self._mine = comm, matrices, mine
         self._places = [{piece.box: piece.place for piece in pieces} for pieces in mine]
         self.owners = assign(matrices, comm.size)

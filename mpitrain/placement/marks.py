@@ -18,7 +18,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives import Communicator
 from mpitrain.placement.part_tensor import refuse
-from mpitrain.placement.parts import Box, Part, Piece, ShardBox, mark_part, part_of, row_dim, watch_gradient
+from mpitrain.placement.parts import (
+    Box,
+    ParameterPart,
+    ParameterPiece,
+    ShardBox,
+    mark_part,
+    part_of,
+    row_dim,
+    watch_gradient,
+)
 
 if TYPE_CHECKING:
     from mpitrain.sharding.ranks import DataParallelRanks
@@ -101,13 +110,13 @@ def mark_apart(param: torch.Tensor) -> None:
         _marks[param] = spread._replace(alike=spread.holders)
 
 
-def pieces_of(param: torch.Tensor) -> list[Piece]:
+def pieces_of(param: torch.Tensor) -> list[ParameterPiece]:
     """The boxes of the whole parameter that this rank holds in `param`, each with its place there. Empty boxes are left out."""
     part, spread = part_of(param), _marks.get(param)
     offset = (0,) * param.ndim if spread is None else spread.offset
     if part is not None:
         return part.within(offset, param.shape)
-    return [Piece((slice(None),) * param.ndim, Box(offset, tuple(param.shape)))] if param.numel() else []
+    return [ParameterPiece((slice(None),) * param.ndim, Box(offset, tuple(param.shape)))] if param.numel() else []
 
 
 def is_ordered(param: torch.Tensor) -> bool:
@@ -122,7 +131,7 @@ def rows_of(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, max(prod(tensor.shape[dim + 1 :]), 1))
 
 
-def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
+def mark_cut(param: nn.Parameter, name: str, part: ParameterPart) -> None:
     """`param` is this rank's `part` of the parameter `name`, not sharded so far. Its gradient is a sum if the part says so.
 
     A copy of the parameter has the same mark, and `ckpt.save` refuses the parameter in place of the whole one.
@@ -138,7 +147,7 @@ def mark_cut(param: nn.Parameter, name: str, part: Part) -> None:
     param.__deepcopy__ = partial(_copied, weakref.ref(param), name, part)  # type: ignore[method-assign]
 
 
-def _copied(of: "weakref.ref[nn.Parameter]", name: str, part: Part, memo: dict[int, Any]) -> nn.Parameter:
+def _copied(of: "weakref.ref[nn.Parameter]", name: str, part: ParameterPart, memo: dict[int, Any]) -> nn.Parameter:
     """`copy.deepcopy` of a marked parameter."""
     param = of()
     assert param is not None

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from mpitrain.placement.parts import Part, part_of
+from mpitrain.placement.parts import ParameterPart, part_of
 from mpitrain.torch_glue.torch_internals import without_overrides
 
 
@@ -101,7 +101,7 @@ def watch_state_dicts(module: nn.Module) -> None:
 
 
 def _mark(
-    cut: Mapping[str, Part], module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    cut: Mapping[str, ParameterPart], module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
     for key, part in cut.items():
         value = state_dict.get(prefix + key)
@@ -110,7 +110,7 @@ def _mark(
 
 
 def _advise(
-    cut: Mapping[str, Part],
+    cut: Mapping[str, ParameterPart],
     module: nn.Module,
     state_dict: Mapping[str, Any],
     prefix: str,

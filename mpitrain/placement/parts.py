@@ -1,7 +1,7 @@
 """Which boxes of a whole parameter a rank holds. Pure arithmetic on shapes, and one mark on the parameter itself.
 
-A kind of parallelism that cuts a parameter (tensor, experts) replaces it by a smaller one and marks the new parameter with a `Part`.
-A pipeline, whose stages have different parameters, marks them too.
+A kind of parallelism that cuts a parameter (tensor, experts) replaces it by a smaller one and marks the new parameter with a
+`ParameterPart`. A pipeline, whose stages have different parameters, marks them too.
 Sharding, initial values, norms and checkpoints read the mark, so each of them works on any layout and knows no kind of parallelism.
 A parameter without a mark is whole, and belongs to one data-parallel group.
 """
@@ -39,7 +39,7 @@ class ShardBox(NamedTuple):
         return prod(self.shape)
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """`box` of a whole parameter, which is at the indices `place` of the tensor that has it."""
 
     place: tuple[slice, ...]
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(eq=False)
-class Part:
+class ParameterPart:
     """A rank's part of a parameter: `boxes` of the whole of `full_shape`, end to end along dimension `dim`.
 
     The boxes differ along `dim` alone. `over`: the ranks whose parts make the whole. `copies`: the ranks of `over` that hold these same
@@ -106,16 +106,16 @@ class Part:
         boxes = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in self.boxes]
         return boxes[0] if len(boxes) == 1 else torch.cat(boxes, self.dim)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Part":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParameterPart":
         """The part itself: a copy of a model is on the same ranks."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_pickle()
 
-    def within(self, offset: Sequence[int], shape: Sequence[int]) -> list[Piece]:
+    def within(self, offset: Sequence[int], shape: Sequence[int]) -> list[ParameterPiece]:
         """The pieces of a box of the part (such as ZeRO's rows of it), with places in this box. Empty pieces are left out."""
-        found: list[Piece] = []
+        found: list[ParameterPiece] = []
         at = 0  # of the part, along `dim`
         for box in self.boxes if self.full_shape else ():
             length = box.shape[self.dim]
@@ -128,15 +128,15 @@ class Part:
                 )
                 where = tuple(box.offset[d] + (begin if d == self.dim else offset[d]) for d in range(len(shape)))
                 size = tuple(end - begin if d == self.dim else n for d, n in enumerate(shape))
-                found.append(Piece(place, Box(where, size)))
+                found.append(ParameterPiece(place, Box(where, size)))
             at += length
         return found
 
 
-def whole(shape: Sequence[int], over: Communicator, *, is_partial: bool) -> Part:
-    """The part of a parameter that all ranks of `over` hold whole. `is_partial`: see `Part`."""
+def whole(shape: Sequence[int], over: Communicator, *, is_partial: bool) -> ParameterPart:
+    """The part of a parameter that all ranks of `over` hold whole. `is_partial`: see `ParameterPart`."""
     box = Box((0,) * len(shape), tuple(shape))
-    return Part(tuple(shape), 0, (box,), over, copies=over, is_partial=is_partial)
+    return ParameterPart(tuple(shape), 0, (box,), over, copies=over, is_partial=is_partial)
 
 
 def row_dim(shape: Sequence[int]) -> int:
@@ -158,7 +158,7 @@ def cut(
     lengths: Sequence[int] | None = None,
     blocks: int | None = None,
     copies: Communicator | None = None,
-) -> Part:
+) -> ParameterPart:
     """This rank's part of a parameter that is cut along `dim` over the ranks of `over`, as equally as possible.
 
     `lengths`: of several matrices that lie end to end along `dim` (query, key and value of one product), each of which is cut.
@@ -173,7 +173,7 @@ def cut(
         offset = tuple(at + begin if d == dim else 0 for d in range(len(shape)))
         boxes.append(Box(offset, tuple(end - begin if d == dim else n for d, n in enumerate(shape))))
         at += length
-    return Part(shape, dim, tuple(boxes), over, copies, is_partial=copies is not None)
+    return ParameterPart(shape, dim, tuple(boxes), over, copies, is_partial=copies is not None)
 
 
 def refuse_pickle() -> NoReturn:
@@ -184,12 +184,12 @@ def refuse_pickle() -> NoReturn:
     )
 
 
-def mark_part(param: Any, part: Part) -> None:
+def mark_part(param: Any, part: ParameterPart) -> None:
     """`param` is this rank's part of a whole parameter."""
     param.part_of_whole = part
 
 
-def part_of(param: Any) -> Part | None:
+def part_of(param: Any) -> ParameterPart | None:
     """This rank's part; None for a parameter that is whole on a rank of its data-parallel group."""
     return getattr(param, "part_of_whole", None)
 
@@ -215,14 +215,14 @@ def watch_gradient(param: Any) -> None:
         param.requires_grad_(is_trained)
 
 
-def add_gradients(grads: Sequence[tuple[Part, Any]]) -> None:
+def add_gradients(grads: Sequence[tuple[ParameterPart, Any]]) -> None:
     """Add up the copies' gradients (torch) of several parts that need it, in place. Collective over the copies of each part.
 
     The gradients of the same copies are reduced together: they are few numbers each, and every reduction waits for the slowest rank.
     """
     import torch
 
-    of_copies: dict[Communicator, list[tuple[Part, Any]]] = {}
+    of_copies: dict[Communicator, list[tuple[ParameterPart, Any]]] = {}
     for part, grad in grads:
         assert part.copies is not None
         of_copies.setdefault(part.copies, []).append((part, grad))

@@ -18,7 +18,7 @@ from collectives import Communicator, Mesh, launched_rank
 from collectives.transports.node.anonymous import ShortOfMemoryError
 from mpitrain.placement.agreement import check_alike
 from mpitrain.placement.marks import box_of, is_ignored, mark_ignored, mark_renamed, mark_replaced, name_before
-from mpitrain.placement.parts import Part, part_of, tensor_ranks_of
+from mpitrain.placement.parts import ParameterPart, part_of, tensor_ranks_of
 from mpitrain.sharding.methods import leave_fast_path, refuse_methods, register_generate
 from mpitrain.sharding.module import ShardedModule, guard, sharded_kind
 from mpitrain.sharding.optim.before_step import watch_steps
@@ -27,7 +27,7 @@ from mpitrain.sharding.ranks import DataParallelRanks, WiredGroups, data_paralle
 from mpitrain.sharding.setup.blocks import check_names, stacked_blocks
 from mpitrain.sharding.setup.options import (
     REMEDY,
-    Options,
+    ShardingOptions,
     check_batch_norms,
     check_dense,
     check_dtypes,
@@ -127,7 +127,7 @@ def fully_shard(
     watch_calls()
     keep_compiler_out()
     check_module(module)
-    options = Options(
+    options = ShardingOptions(
         mesh=mesh, stage=stage, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy, offload_policy=offload_policy,
         ignored_params=ignored_params, units=units, storage=storage, prefetch_bytes=prefetch_bytes, device=device,
         cut=cut, wire=wire, wire_weights=wire_weights, slices=slices,
@@ -213,7 +213,7 @@ NamedParams = list[tuple[str, list[tuple[nn.Module, str]], nn.Parameter]]
 """The parameters of one flat buffer: for each its name, the modules that use it with their names for it, and the parameter."""
 
 
-def _blocks(module: nn.Module, options: Options) -> list[nn.Module]:
+def _blocks(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
     """The blocks that are sharded first. "auto" finds none if the user has sharded parts of the module."""
     if options.units != "auto":
         return [] if isinstance(options.units, str) else [*options.units]
@@ -230,7 +230,7 @@ def _blocks(module: nn.Module, options: Options) -> list[nn.Module]:
 
 
 def _new_units(
-    parts: Iterable[nn.Module], policy_of: Callable[[nn.Module], MixedPrecisionPolicy], options: Options
+    parts: Iterable[nn.Module], policy_of: Callable[[nn.Module], MixedPrecisionPolicy], options: ShardingOptions
 ) -> list[NewUnit]:
     """The units of `parts`, inner ones first, with the parameters on the CPU that no unit has yet."""
     seen, units = options.ignored, []
@@ -249,7 +249,7 @@ def _new_units(
     return units
 
 
-def _home(param: nn.Parameter, options: Options) -> torch.device:
+def _home(param: nn.Parameter, options: ShardingOptions) -> torch.device:
     """The device of a full parameter once it has memory."""
     return torch.device(options.device or "cpu") if param.device.type == "meta" else param.device
 
@@ -258,7 +258,7 @@ def _flat(
     params: NamedParams,
     ranks: DataParallelRanks,
     policy: MixedPrecisionPolicy,
-    options: Options,
+    options: ShardingOptions,
     num_group: int | None,
     slices: Slices | None,
 ) -> FlatParameters:
@@ -277,7 +277,7 @@ def _flat(
     return FlatParameters(params, ranks, policy, device, storage, options.offload_policy, slices)
 
 
-def _would_keep(options: Options, ranks: DataParallelRanks) -> bool:
+def _would_keep(options: ShardingOptions, ranks: DataParallelRanks) -> bool:
     """Whether each rank keeps a copy of the full parameters in private storage."""
     return options.stage < 3 or ranks.shard.size == 1
 
@@ -287,7 +287,7 @@ def _storage(
     dtype: torch.dtype,
     device: torch.device,
     ranks: DataParallelRanks,
-    options: Options,
+    options: ShardingOptions,
     num_group: int | None,
 ) -> Storage:
     """The storage of full parameters; `num_group` ranks hold gathered parameters between forward and backward. Collective."""
@@ -377,7 +377,7 @@ def _by_kind(
     return list(kinds.values())
 
 
-def _ranks_alike(part: Part | None, *, is_lossy: bool) -> tuple[bool, Communicator | None]:
+def _ranks_alike(part: ParameterPart | None, *, is_lossy: bool) -> tuple[bool, Communicator | None]:
     """Whether several stages hold a parameter alike, and the tensor-parallel ranks that do so, if the wire could make it differ.
 
     In a buffer of its own such a parameter has the same rows on each of these ranks, whatever else they have, and the errors of a wire

@@ -8,7 +8,7 @@ from torch import nn
 from mpitrain.sharding.module import ShardedModule, sharded_modules, step_of
 from mpitrain.sharding.step.state import Phase
 from mpitrain.sharding.unit.unit import UnitState, around_of
-from mpitrain.sharding.writing import Shown, check_problems, check_unwritten, copies_to_write
+from mpitrain.sharding.writing import ShownParameters, check_problems, check_unwritten, copies_to_write
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def _for_reading(parts: Sequence[ShardedModule]) -> Iterator[None]:
     for part in parts:
         step_of(part).begin_hold(part._unit)
     params = [param for part in parts for param in part._unit.params]
-    shown = Shown(parts, {param: param.full for param in params})
+    shown = ShownParameters(parts, {param: param.full for param in params})
     problem: str | None = None
     try:
         yield

@@ -28,7 +28,7 @@ class _Member(NamedTuple):
     num_writes: int  # before the block
 
 
-class Ended(NamedTuple):
+class BlockEnd(NamedTuple):
     """The end of a block on all ranks of one model."""
 
     problems: list[str | None]
@@ -39,7 +39,7 @@ class Ended(NamedTuple):
     """Whether all ranks have written to the same ones."""
 
 
-class Shown:
+class ShownParameters:
     """The parameters that a block shows, and the writes to them. `shown`: full parameters, or copies of them, by parameter."""
 
     def __init__(self, parts: Sequence[ShardedModule], shown: Mapping[ShardedParameter, nn.Parameter]) -> None:
@@ -68,7 +68,7 @@ class Shown:
             return "shards were written (by an optimizer, an EMA, a load), which must be done outside of the block"
         return None
 
-    def end(self, problem: str | None) -> list[Ended]:
+    def end(self, problem: str | None) -> list[BlockEnd]:
         """Compare the ranks at the end of the block. Collective."""
         found = []
         for comm, its in self.models.items():
@@ -76,18 +76,18 @@ class Shown:
             of_ranks = comm.all_gather_object((problem, written))
             anywhere = sorted(set.union(*(set(numbers) for _, numbers in of_ranks)))
             is_alike = all(numbers == written for _, numbers in of_ranks)
-            found.append(Ended([text for text, _ in of_ranks], [its[number] for number in anywhere], is_alike))
+            found.append(BlockEnd([text for text, _ in of_ranks], [its[number] for number in anywhere], is_alike))
         return found
 
 
-def check_problems(ended: Ended) -> None:
+def check_problems(ended: BlockEnd) -> None:
     """RuntimeError on all ranks if something was wrong on one of them."""
     for rank, problem in enumerate(ended.problems):
         if problem is not None:
             raise RuntimeError(f"unshard: on rank {rank}: {problem}")
 
 
-def check_unwritten(ended: Ended) -> None:
+def check_unwritten(ended: BlockEnd) -> None:
     """RuntimeError on all ranks if full parameters were written. It says for each whether its values are damaged."""
     if not ended.written:
         return
@@ -113,7 +113,7 @@ def copies_to_write(parts: Sequence[ShardedModule]) -> Iterator[None]:
     for copy in copies.values():
         if copy.requires_grad:
             copy.register_post_accumulate_grad_hook(_refuse_gradient)
-    shown = Shown(parts, copies)
+    shown = ShownParameters(parts, copies)
     problem: str | None = None
     try:
         yield
@@ -140,7 +140,7 @@ def _refuse_gradient(copy: nn.Parameter) -> NoReturn:
     )
 
 
-def _check_same_writes(comm: Communicator, members: Sequence[_Member], ended: Ended, *, is_apart: bool) -> None:
+def _check_same_writes(comm: Communicator, members: Sequence[_Member], ended: BlockEnd, *, is_apart: bool) -> None:
     """RuntimeError on all ranks if they have not made the same writes to their copies. Collective over `comm`."""
     if not ended.is_alike:
         names = some([each.param.name for each in ended.written])
@@ -163,7 +163,7 @@ class _Copy(NamedTuple):
     is_written: bool
 
 
-def _different(comm: Communicator, members: Sequence[_Member], ended: Ended, *, is_apart: bool) -> list[str]:
+def _different(comm: Communicator, members: Sequence[_Member], ended: BlockEnd, *, is_apart: bool) -> list[str]:
     """The names of the written parameters whose copies differ between ranks that hold the same parameter. Collective over `comm`.
 
     Values are compared, because writes through `.data` are not counted. `is_apart`: the copies of the model differ, between two outer
@@ -200,7 +200,7 @@ def _has_other_rows(member: _Member) -> bool:
 
 
 @torch.no_grad()
-def _write_back(members: Sequence[_Member], ended: Ended) -> None:
+def _write_back(members: Sequence[_Member], ended: BlockEnd) -> None:
     """Write this rank's rows of the copies to its shards."""
     counted = set(map(id, ended.written))
     for each in members:

@@ -24,7 +24,7 @@ from mpitrain.placement.marks import spread_of
 from mpitrain.plans.stage_plan import StagePlan
 from mpitrain.plans.transformers_plan import stage_plan_of_transformers
 from mpitrain.stages.division import costs_of
-from mpitrain.stages.executor import Run
+from mpitrain.stages.executor import PipelineRun
 from mpitrain.stages.inputs import Inputs, call_of, check_inputs, described
 from mpitrain.stages.linear import take_linear_layers, take_torch_products
 from mpitrain.stages.messages import Messages, Streams
@@ -39,7 +39,7 @@ from mpitrain.torch_glue.heap import keep_freed_memory
 
 # Stacks in the reports of errors and of long waits tell the place in the pipeline.
 stacks.pass_over("torch", "mpitrain.stages")
-stacks.name(Run.take, lambda local: in_program(local["self"].program, local["at"]))
+stacks.name(PipelineRun.take, lambda local: in_program(local["self"].program, local["at"]))
 stacks.name(Messages.receive, of_message)
 stacks.name(
     Messages.end, lambda local: "the end of a step of a pipeline, which waits until the other ranks have its messages"
@@ -213,7 +213,7 @@ class Pipeline:
         self._keep(run.record)
         return losses
 
-    def _run_and_reduce(self, run: Run) -> None:
+    def _run_and_reduce(self, run: PipelineRun) -> None:
         """Run the program, and reduce the gradients of all micro-batches together."""
         final = max(at for at, action in enumerate(run.program) if action.kind != "F")
         self._reduce_gradients(False)
@@ -311,7 +311,7 @@ class Pipeline:
         last: Sequence[Mapping[str, Any]] | None = None,
         scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
         seeds: Sequence[Sequence[int]] | None = None,
-    ) -> Run:
+    ) -> PipelineRun:
         """Check the arguments of all ranks, and agree on the shapes of the micro-batches."""
         began = perf_counter()
         slices = self._slices
@@ -343,12 +343,12 @@ class Pipeline:
         self.communication_s += perf_counter() - began
         of_program = (self.stages, messages, program, calls, loss_of or _itself, last, scale, seeds)
         tied = self._tied.rounds(self.stages.model) if slices is not None and torch.is_grad_enabled() else None
-        return Run(*of_program, waited=self._waited, around=self.around, tied=tied)
+        return PipelineRun(*of_program, waited=self._waited, around=self.around, tied=tied)
 
     def _waited(self, seconds: float) -> None:
         self.communication_s += seconds
 
-    def _from_last_stage(self, run: Run) -> torch.Tensor:
+    def _from_last_stage(self, run: PipelineRun) -> torch.Tensor:
         """The losses, on all ranks."""
         began = perf_counter()
         self.comm.broadcast(run.losses, self.schedule.rank_of(self.schedule.num_stages - 1))

@@ -20,7 +20,7 @@ from mpitrain.torch_glue.torch_internals import backward
 from mpitrain.torch_glue.weight_gradients import Later, added_in_place, compute, waiting
 
 
-class Run:
+class PipelineRun:
     """One step, or one evaluation. Arguments as in `Pipeline.step`; `program`: the actions of this rank; `waited`: gets the seconds of
     each wait for another rank's result, before the action that needs it; `around`: makes what is open while an action computes;
     `tied`: of a step with slices, in which each backward of a stage is a round that reduces the gradients of its weights at once."""

@@ -14,7 +14,7 @@ from mpitrain.placement import parts
 from mpitrain.placement.agreement import check_alike
 from mpitrain.placement.marks import mark_cut, mark_replaced, spread_of
 from mpitrain.placement.part_tensor import watch_state_dicts
-from mpitrain.placement.parts import Part
+from mpitrain.placement.parts import ParameterPart
 from mpitrain.placement.stage_streams import SplitStream, mark_split, stream_of_stages
 from mpitrain.tensor import hooks, layers, random
 from mpitrain.tensor.cuts import Cuts
@@ -22,7 +22,7 @@ from mpitrain.tensor.errors import explain
 from mpitrain.tensor.forgotten import NameForgotten
 from mpitrain.tensor.inputs import CheckParts, check_inputs
 from mpitrain.tensor.layers import features_of, has_own_product
-from mpitrain.tensor.layout import Layout
+from mpitrain.tensor.layout import TensorLayout
 from mpitrain.tensor.plan import Plan, Style, parent_of, styles_of
 from mpitrain.tensor.transformers.loss import cut_loss
 from mpitrain.tensor.transformers.plans import plan_of_transformers
@@ -83,7 +83,7 @@ class _Cutter:
         plan = _plan_of(model, comm.size) if plan is None else plan
         self.params = dict(model.named_parameters(remove_duplicate=False))
         self.styles = styles_of(self.modules, plan, self.params)
-        self.layout = Layout(self.modules, self.styles, sequence=sequence, completes=self.is_library)
+        self.layout = TensorLayout(self.modules, self.styles, sequence=sequence, completes=self.is_library)
         self.cuts = Cuts(self.modules, self.params, self.styles, self.layout, comm.size, is_library=self.is_library)
         self.lone_columns = self._lone_columns()
         if self.is_library and not self.layout.regions and comm.rank == 0:
@@ -309,14 +309,14 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
     raise TypeError("resize_token_embeddings: the model is cut over ranks; resize it before tensor_parallel")
 
 
-def _part(param: Any) -> Part:
+def _part(param: Any) -> ParameterPart:
     part = parts.part_of(param)
     assert part is not None
     return part
 
 
 @torch.no_grad()
-def _with_values(param: nn.Parameter, part: Part, comm: Communicator) -> nn.Parameter:
+def _with_values(param: nn.Parameter, part: ParameterPart, comm: Communicator) -> nn.Parameter:
     """A parameter with this rank's part of rank 0's values."""
     if param.is_meta:
         values = torch.empty(part.shape, dtype=param.dtype, device="meta")

@@ -8,12 +8,12 @@ from torch import nn
 from mpitrain.placement.parts import bounds
 from mpitrain.tensor import layers
 from mpitrain.tensor.layers import features_of, has_own_product
-from mpitrain.tensor.layout import Layout
+from mpitrain.tensor.layout import TensorLayout
 from mpitrain.tensor.plan import Style, is_within, parent_of
 from mpitrain.tensor.transformers.loss import computes_loss
 
 
-class Cut(NamedTuple):
+class ParameterCut(NamedTuple):
     """How a parameter is cut: along dimension `dim`, where matrices of `lengths` lie end to end; see `parts.cut`."""
 
     dim: int
@@ -42,13 +42,13 @@ class Cuts:
         modules: Mapping[str, Any],
         params: Mapping[str, nn.Parameter],
         styles: Mapping[str, Style],
-        layout: Layout,
+        layout: TensorLayout,
         size: int,
         *,
         is_library: bool,
     ) -> None:
         self._modules, self._params, self._styles, self._layout, self._size = modules, params, styles, layout, size
-        self.of: dict[int, Cut] = {}
+        self.of: dict[int, ParameterCut] = {}
         """By the `id` of a parameter."""
         for name, style in styles.items():
             self._check(name, modules.get(name), style)
@@ -195,7 +195,7 @@ class Cuts:
                 row_name, f"{sum(row.lengths)} input features, more than each column layer of its region has ({most})"
             )
 
-    def _cuts_in(self, region: str, kind: str) -> dict[str, Cut]:
+    def _cuts_in(self, region: str, kind: str) -> dict[str, ParameterCut]:
         """The cuts of a region's layers of a `kind`, without those that gather their outputs or take whole inputs."""
         return {
             name: self.of[id(self._modules[name].weight)]
@@ -203,7 +203,7 @@ class Cuts:
             if style.kind == kind and not style.gathers and not style.splits and self._layout.region(name) == region
         }
 
-    def _check_pair(self, name: str, column: Cut, row_name: str, row: Cut) -> None:
+    def _check_pair(self, name: str, column: ParameterCut, row_name: str, row: ParameterCut) -> None:
         is_alike = column.bounds(self._size) == row.bounds(self._size)
         same_matrix, same_sum = column.lengths[0] == row.lengths[0], sum(column.lengths) == sum(row.lengths)
         # With heads a joint matrix of keys and values may be as long as the queries.
@@ -240,12 +240,12 @@ class Cuts:
                 raise ValueError(
                     f"{size} ranks cannot share the {blocks} blocks (heads) of {name} equally; use a number of ranks that divides them"
                 )
-        found = Cut(dim, (length // style.parts,) * style.parts, style.blocks, num_sharing)
+        found = ParameterCut(dim, (length // style.parts,) * style.parts, style.blocks, num_sharing)
         if self.of.setdefault(id(param), found) != found:
             raise ValueError(f"{name} is tied to a parameter that the plan cuts in another way")
 
 
-def _described(cut: Cut, size: int) -> str:
+def _described(cut: ParameterCut, size: int) -> str:
     """Such as "2 x 12 features, whose parts begin at 0, 6"."""
     begins = ", ".join(map(str, cut.bounds(size)[:-1]))
     return f"{len(cut.lengths)} x {cut.lengths[0]} features, whose parts begin at {begins}"

@@ -41,7 +41,7 @@ def _timed(exchange: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
     return timed
 
 
-class Fence(Protocol):
+class Waitable(Protocol):
     """What ranks wait for: a `Work`."""
 
     def wait(self) -> Any: ...
@@ -53,7 +53,7 @@ class Room:
 
     own: torch.Tensor
     all: torch.Tensor | None
-    fence: Fence | None = None
+    fence: Waitable | None = None
     """Ends when all ranks have filled their rooms; None before this rank has filled its own."""
 
 
@@ -62,7 +62,7 @@ class SharedArrays(Protocol):
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None: ...
 
-    def fence(self) -> Fence: ...
+    def fence(self) -> Waitable: ...
 
 
 class Exchange:

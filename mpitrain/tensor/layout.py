@@ -17,7 +17,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """Classes of modules that compute nothing but what the modules in them compute."""
 
 
-class Layout:
+class TensorLayout:
     """The regions of a model, its stacks of blocks, and the modules in these stacks that get all tokens.
 
     `completes`: modules of a stack that may mix tokens and are not in the plan get all tokens. Their inputs and outputs are then

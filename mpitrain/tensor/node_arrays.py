@@ -23,35 +23,35 @@ from collectives import Communicator, Work
 MAX_ARRAYS = 1 << 14
 
 
-class Choice(NamedTuple):
+class ArrayChoice(NamedTuple):
     """The array of a new tensor: its number, and the bytes of a new array in this place; 0 if the present one is large enough."""
 
     number: int
     new_bytes: int
 
 
-class Sizes:
+class ArraySizes:
     """The sizes of the arrays, and the rule by which all ranks choose the next one. Pure arithmetic."""
 
     def __init__(self) -> None:
         self._sizes = np.zeros(MAX_ARRAYS, np.int64)
         self.count = 0
 
-    def choose(self, nbytes: int, is_free: np.ndarray) -> Choice | None:
+    def choose(self, nbytes: int, is_free: np.ndarray) -> ArrayChoice | None:
         """The smallest free array that is large enough, or else a new one. `is_free`: (count,) bool. None if there are too many."""
         if self.count == MAX_ARRAYS:
             return None
         sizes = self._sizes[: self.count]
         fitting = np.flatnonzero(is_free & (sizes >= nbytes))
         if len(fitting):
-            return Choice(int(fitting[sizes[fitting].argmin()]), 0)
+            return ArrayChoice(int(fitting[sizes[fitting].argmin()]), 0)
         # The largest free array makes room for the new one: then sequences of many lengths do not need memory for all of them.
         others = np.flatnonzero(is_free)
         number = int(others[sizes[others].argmax()]) if len(others) else self.count
         step = max(1 << max(nbytes.bit_length() - 3, 0), 4096)
-        return Choice(number, -(-max(nbytes, 1) // step) * step)
+        return ArrayChoice(number, -(-max(nbytes, 1) // step) * step)
 
-    def change(self, choice: Choice) -> None:
+    def change(self, choice: ArrayChoice) -> None:
         """There is a new array in the chosen place."""
         self._sizes[choice.number] = choice.new_bytes
         self.count = max(self.count, choice.number + 1)
@@ -63,7 +63,7 @@ class NodeArrays:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._arrays: list[np.ndarray] = []
-        self._sizes = Sizes()
+        self._sizes = ArraySizes()
         self._is_let_go: np.ndarray = comm.shared((comm.size, MAX_ARRAYS), np.bool_, or_anonymous=True)
         self._lists: np.ndarray = comm.shared((2, MAX_ARRAYS), np.bool_, or_anonymous=True)
         self._num_fences = 0

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 import ckpt
-from mpitrain.placement.parts import Part, part_of
+from mpitrain.placement.parts import ParameterPart, part_of
 from mpitrain.sharding.ranks import SHARD
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.unit import params_by_shard
 from mpitrain.weights.targets import is_copy_of
 
 
-class Held:
+class HeldTensors:
     """Makes boxes for `ckpt` of the tensors that belong to a model's parameters.
 
     `is_saved`: boxes that another rank saves, because it holds a copy of this shard, are empty.
@@ -45,7 +45,7 @@ class Held:
             return ckpt.Shard(data.new_empty((0,) * data.ndim), part.full_shape, (0,) * data.ndim, axes)
         return [ckpt.Shard(data[place], part.full_shape, box.offset, axes) for place, box in found]
 
-    def _is_copy(self, owner: ShardedParameter | None, part: Part | None) -> bool:
+    def _is_copy(self, owner: ShardedParameter | None, part: ParameterPart | None) -> bool:
         return is_copy_of(self._model, owner, part)
 
 
@@ -55,7 +55,7 @@ def of_one_rank(value: torch.Tensor, *, is_mine: bool) -> Any:
     return ckpt.Shard(data, value.shape, (0,) * value.ndim)
 
 
-class HeldByCopy(Held):
+class HeldByCopy(HeldTensors):
     """The same of tensors that each copy of the model has of its own: they get one more dimension in front, with a row for each copy.
 
     `num_rows`: the number of copies; `row`: of this copy, None if it has none.
@@ -78,12 +78,12 @@ class HeldByCopy(Held):
             return ckpt.Shard(shard.data.new_empty((0,) * len(shape)), shape, (0,) * len(shape), axes)
         return ckpt.Shard(shard.data[None], shape, (self._row, *shard.offset), axes)
 
-    def _is_copy(self, owner: ShardedParameter | None, part: Part | None) -> bool:
+    def _is_copy(self, owner: ShardedParameter | None, part: ParameterPart | None) -> bool:
         """Whether a rank of the same copy saves the same elements."""
         return (part is not None and not part.is_first) or (owner is not None and not owner.ranks.is_first_within)
 
 
-def _axes(owner: ShardedParameter | None, part: Part | None) -> list[str | None]:
+def _axes(owner: ShardedParameter | None, part: ParameterPart | None) -> list[str | None]:
     """The axes of the mesh along which each dimension of a parameter is cut."""
     shape = owner.box.full_shape if owner is not None else part.shape  # type: ignore[union-attr]
     rows = next((dim for dim, n in enumerate(shape) if n > 1), 0)

@@ -49,7 +49,7 @@ from mpitrain.weights.targets import holders_of, is_first_holder, ranks_of_model
 
 
 @runtime_checkable
-class Source(Protocol):
+class StoredState(Protocol):
     """A stored state: a checkpoint, or copies in node memory."""
 
     def entries(self) -> ckpt.Checkpoint:
@@ -60,7 +60,7 @@ class Source(Protocol):
 
 
 class OnDisk:
-    """The Source that is a checkpoint. `copies`: places of copies of it."""
+    """The StoredState that is a checkpoint. `copies`: places of copies of it."""
 
     def __init__(self, path: str | os.PathLike[str], copies: Sequence[str | os.PathLike[str]] | None = None) -> None:
         copies_of(path, copies)  # an error of the arguments comes here, on all ranks
@@ -165,7 +165,7 @@ def collect(
 
 
 def load(
-    path: str | os.PathLike[str] | Source,
+    path: str | os.PathLike[str] | StoredState,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -185,7 +185,7 @@ def load(
 
     Model and optimizer are then as those that were saved: state of the optimizer that the checkpoint does not have is removed.
 
-    `path`: the checkpoint, or another Source, which has no `copies`.
+    `path`: the checkpoint, or another StoredState, which has no `copies`.
     `ema`: an `EMA` to fill. `tensors`: further tensors to fill, in the form of `ckpt.load`. `hyperparameters`: also load the settings
     of the optimizer's groups (such as lr); the optimizer must be of the same kind, with the same parameters in each group, in any
     order. `comm`: see `save`. It must have all tensors of the model, of `ema`, of `tensors` and, if one is given, of the optimizer;
@@ -201,7 +201,7 @@ def load(
     Raises ckpt.CheckpointError on all ranks if the checkpoint is missing, damaged or of another model, ValueError for a pattern that
     matches nothing.
     """
-    source = path if isinstance(path, Source) else OnDisk(path, copies)
+    source = path if isinstance(path, StoredState) else OnDisk(path, copies)
     comm, stages = ranks_of_model(model) or comm, stages_of(model.parameters())
     ranks, doing = ranks_of(comm), "mpitrain.load"
 

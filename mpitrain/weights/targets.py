@@ -10,7 +10,7 @@ from torch import nn
 from ckpt.ranks import Ranks, ranks_of
 from ckpt.views import plain
 from collectives import Communicator
-from mpitrain.placement.parts import Box, Part, Piece, part_of, stages_of, tensor_ranks_of
+from mpitrain.placement.parts import Box, ParameterPart, ParameterPiece, part_of, stages_of, tensor_ranks_of
 from mpitrain.sharding.buffers import lacks_memory, with_memory
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.step.state import Phase
@@ -27,7 +27,9 @@ class Target(NamedTuple):
     names: list[str]  # several names if the tensor is tied
     tensor: torch.Tensor  # this rank's part
     shape: tuple[int, ...]  # shape of the whole tensor
-    pieces: Sequence[Piece] | None = None  # the boxes of the whole in this rank's part; None if each rank has the whole
+    pieces: Sequence[ParameterPiece] | None = (
+        None  # the boxes of the whole in this rank's part; None if each rank has the whole
+    )
     is_copy: bool = False  # another rank has the same pieces, and sends them
 
 
@@ -52,7 +54,7 @@ def targets_of(model: nn.Module) -> list[Target]:
     for name, target in mine.items():
         pieces = target.pieces
         if pieces is None:  # each rank of this stage has the whole
-            pieces = [Piece((slice(None),) * len(target.shape), Box((0,) * len(target.shape), target.shape))]
+            pieces = [ParameterPiece((slice(None),) * len(target.shape), Box((0,) * len(target.shape), target.shape))]
         known[name] = target._replace(
             names=known[name].names, pieces=pieces, is_copy=target.is_copy or stages.rank != first[name]
         )
@@ -88,12 +90,12 @@ def _own_targets(model: nn.Module) -> list[Target]:
             elif owner is not None:
                 shape = tuple(owner.full.shape)
                 pieces = [
-                    Piece(
+                    ParameterPiece(
                         (slice(None),) * len(shape), Box(owner.box.offset[: len(shape)], owner.box.shape[: len(shape)])
                     )
                 ]
             if owner is not None and not shape:  # a scalar's shard is a vector of one element, or of none
-                pieces = [Piece((), Box((), ()))]
+                pieces = [ParameterPiece((), Box((), ()))]
             if pieces is not None and not tensor.numel():
                 pieces = []
             found[id(tensor)] = Target([], tensor, shape, pieces, is_copy)
@@ -101,7 +103,7 @@ def _own_targets(model: nn.Module) -> list[Target]:
     return list(found.values())
 
 
-def is_copy_of(model: nn.Module, owner: ShardedParameter | None, part: Part | None) -> bool:
+def is_copy_of(model: nn.Module, owner: ShardedParameter | None, part: ParameterPart | None) -> bool:
     """Whether a rank before this one has the same elements of a parameter, or the same buffer.
 
     `owner`: its shards; None if `fully_shard` left it alone. `part`: its part; None also for a buffer.

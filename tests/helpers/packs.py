@@ -8,12 +8,12 @@ from pathlib import Path
 
 from mpitrain.tools.doctor.pack import archive
 from mpitrain.tools.doctor.pack.archive import HEADER_BYTES
-from mpitrain.tools.doctor.pack.contents import SOURCES, Entry, Layout
+from mpitrain.tools.doctor.pack.contents import SOURCES, Entry, PackLayout
 
 
 def small_pack(path: Path) -> Path:
     """A pack of one file, which has no Python, at `path`."""
-    layout = Layout([], [], "env", "", own_mpi=False, sources=[])
+    layout = PackLayout([], [], "env", "", own_mpi=False, sources=[])
     entries = [Entry("env/file.txt", Path(), text=b"read\n"), Entry(SOURCES, Path(), text=b"")]
     archive.write(path, entries, layout, was="/nowhere", about="a small one", tell=lambda _: None)
     return path

@@ -253,8 +253,8 @@ def test_elastic_keeps_a_signal_for_the_supervisor_until_that_listens(checkout: 
         "import os, signal, sys\n"
         "asked = os.environ.get('MPITRAIN_STOP_ASKED')\n"
         "if asked is None and 'early' in sys.argv: os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "from mpitrain.job.elastic.supervisor.requests import Requests\n"
-        "print(asked, Requests().stop, signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+        "from mpitrain.job.elastic.supervisor.requests import SignalRequests\n"
+        "print(asked, SignalRequests().stop, signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
     )
     for early, line, when, said in (
         ("", "echo sets up; sleep 0.3", "sets up", f"None {signal.SIGUSR1:d} set()"),

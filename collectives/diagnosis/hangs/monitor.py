@@ -114,7 +114,7 @@ class Monitor:
         # Call `leave` also when the program itself calls MPI.Finalize, which first deletes the attributes of COMM_SELF.
         key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self.leave("the program called MPI.Finalize"))
         MPI.COMM_SELF.Set_attr(key, True)
-        uncaught.Others.show = self.show_places
+        uncaught.OtherRanks.show = self.show_places
         atexit.register(lambda: self.leave(uncaught.how_ended()))
         self._thread.start()
         if self.size > 1:

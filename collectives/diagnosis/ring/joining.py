@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from collectives.diagnosis.ring import addresses
-from collectives.diagnosis.ring.links import Link, Place, connect
+from collectives.diagnosis.ring.links import Link, ListenerPlace, connect
 from collectives.diagnosis.ring.listener import Listener
 from collectives.diagnosis.together import Report, joined, raised_on
 
@@ -53,7 +53,7 @@ def join(mpi: Any, gather: Callable[[Any], list[Any]], nodes: Sequence[int], to:
             is_here = nodes[rank] == nodes[mpi.rank]
             listeners[rank] = Listener(None if is_here else chosen or addresses.towards(hosts[rank]))
         places = gather({rank: tuple(listener.place) for rank, listener in listeners.items()})
-        out = connect(Place(*places[to[mpi.rank]][mpi.rank]))
+        out = connect(ListenerPlace(*places[to[mpi.rank]][mpi.rank]))
         reached = gather(out is not None)
     except BaseException:  # a rank was lost
         for listener in listeners.values():

@@ -38,7 +38,7 @@ _KEEPALIVE = (
 )
 
 
-class Place(NamedTuple):
+class ListenerPlace(NamedTuple):
     """Where a listener listens: the path or name of a unix socket, or addresses with ports. `key`: see handshake.py."""
 
     name: str
@@ -53,7 +53,7 @@ class Link(NamedTuple):
     secret: bytes
 
 
-def connect(place: Place) -> Link | None:
+def connect(place: ListenerPlace) -> Link | None:
     """A connection to the listener at `place`, or None if it cannot be reached. Tries again while strangers may be in the way."""
     end = time.monotonic() + _ALL_S
     targets: list[str | tuple[str, int]] = [place.name] * bool(place.name)

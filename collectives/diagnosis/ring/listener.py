@@ -20,7 +20,15 @@ from pathlib import Path
 from collectives.diagnosis.ring import handshake
 from collectives.diagnosis.ring.addresses import family_of
 from collectives.diagnosis.ring.handshake import Words
-from collectives.diagnosis.ring.links import HANDSHAKE_S, PAUSE_S, Link, Place, is_of_this_user, made_ready, short_path
+from collectives.diagnosis.ring.links import (
+    HANDSHAKE_S,
+    PAUSE_S,
+    Link,
+    ListenerPlace,
+    is_of_this_user,
+    made_ready,
+    short_path,
+)
 from collectives.environment import memory_folder
 
 _NUM_PENDING, _PART_OF_FILES = 256, 8
@@ -38,9 +46,9 @@ class Listener:
         self._waker, self._wake = socket.socketpair()
         key = secrets.token_bytes(handshake.KEY_BYTES)
         if own_addresses is None:
-            self.place = Place(self._listen_here(), (), key)
+            self.place = ListenerPlace(self._listen_here(), (), key)
         else:
-            self.place = Place("", tuple(self._listen_on(own_addresses)), key)
+            self.place = ListenerPlace("", tuple(self._listen_on(own_addresses)), key)
         self._thread = threading.Thread(target=self._accept, name="collectives-ring", daemon=True)
         if self._sockets:  # else the other rank does not reach this one
             self._thread.start()

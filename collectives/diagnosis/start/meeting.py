@@ -84,7 +84,7 @@ class MeetingError(RuntimeError):
         self.num_refused = num_refused
 
 
-class Post(Protocol):
+class Messenger(Protocol):
     """Sends and receives messages, and waits in neither."""
 
     @property
@@ -98,11 +98,18 @@ class Post(Protocol):
     def receive(self) -> tuple[int, bytes] | None: ...
 
 
-class Meeting:
+class StartMeeting:
     """One rank's part of the meeting."""
 
     def __init__(
-        self, post: Post, mine: Record, sources: Callable[[], bytes], now: float, *, notice_s: float, deadline_s: float
+        self,
+        post: Messenger,
+        mine: Record,
+        sources: Callable[[], bytes],
+        now: float,
+        *,
+        notice_s: float,
+        deadline_s: float,
     ) -> None:
         """`sources()`: the hash of the sources. `notice_s`: when to ask who is there; `deadline_s`: the end of the wait; 0: never."""
         self._post, self._sources, self._began = post, sources, now
@@ -258,7 +265,9 @@ def meet(mpi: Any) -> None:
     dump.RecordOutput.rank = mpi.rank
     notice_s, deadline_s = waits()
     clock = deadline.Clock()  # a batch system may stop all ranks for hours
-    meeting = Meeting(post, own_record(), version.loaded_sources, clock.now, notice_s=notice_s, deadline_s=deadline_s)
+    meeting = StartMeeting(
+        post, own_record(), version.loaded_sources, clock.now, notice_s=notice_s, deadline_s=deadline_s
+    )
     try:
         while not meeting.step(clock.look_awake()):
             time.sleep(nap_s)

@@ -19,7 +19,7 @@ class ShortOfMemoryError(OSError):
     """More memory was asked for than this process may take."""
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """Where other processes find a file, and what tells it from any other."""
 
     path: str
@@ -37,13 +37,13 @@ def make(nbytes: int) -> int:
     return fd
 
 
-def place_of(fd: int) -> Place:
+def place_of(fd: int) -> FilePlace:
     """The place of a file that this process has open."""
     its = os.fstat(fd)
-    return Place(f"/proc/{os.getpid()}/fd/{fd}", its.st_dev, its.st_ino)
+    return FilePlace(f"/proc/{os.getpid()}/fd/{fd}", its.st_dev, its.st_ino)
 
 
-def open_at(place: Place) -> int:
+def open_at(place: FilePlace) -> int:
     """Open the file of another process, which must have it open still. OSError if the kernel does not allow it."""
     # Before it is opened, because it may be anything: in containers a number may be another process's.
     its = os.stat(place.path)

@@ -19,7 +19,7 @@ _SLEEP = 50e-6  # seconds of sleep in each later turn
 IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")
 
 
-class Meeting:
+class NodeMeeting:
     """The meetings of the ranks of `mpi`. `words`: WORDS words for each rank, in memory that all ranks share, all zeros at first."""
 
     def __init__(self, mpi: Any, words: memoryview) -> None:

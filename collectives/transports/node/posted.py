@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.transports.node.meeting import IN_ORDER, WORDS, Meeting
+from collectives.transports.node.meeting import IN_ORDER, WORDS, NodeMeeting
 from collectives.transports.node.memory import NodeMemory
 from collectives.transports.transport import parts
 
@@ -62,7 +62,7 @@ class Posts:
         lengths = [*[WORDS * mpi.size] * 3, _SLOTS * mpi.size * _SAID]
         words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths), or_anonymous=True)).cast("Q")  # type: ignore[arg-type]
         *meetings, self._board = (words[slice(*part)] for part in parts(lengths))
-        self.posted, self.read, self.barriers = (Meeting(mpi, words) for words in meetings)
+        self.posted, self.read, self.barriers = (NodeMeeting(mpi, words) for words in meetings)
         self._number = 0  # of the last operation
 
     def takes(self, flat: np.ndarray) -> bool:

@@ -16,7 +16,7 @@ class Pull(NamedTuple):
     target: np.ndarray
 
 
-class Exchange(NamedTuple):
+class PullExchange(NamedTuple):
     """The array that a rank shows, and the copies that it makes. `longest`: elements of the longest array, the same on all ranks."""
 
     shown: np.ndarray
@@ -24,18 +24,18 @@ class Exchange(NamedTuple):
     longest: int
 
 
-def all_gather(rank: int, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> Exchange:
+def all_gather(rank: int, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> PullExchange:
     """This rank's own part is not copied if `flat` lies in its place in `out`."""
     pulls = _whole(out, counts)
     if np.may_share_memory(pulls[rank].target, flat):
         del pulls[rank]
-    return Exchange(flat, pulls, max(counts))
+    return PullExchange(flat, pulls, max(counts))
 
 
-def broadcast(rank: int, flat: np.ndarray, root: int) -> Exchange:
+def broadcast(rank: int, flat: np.ndarray, root: int) -> PullExchange:
     if rank == root:
-        return Exchange(flat, [], flat.size)
-    return Exchange(flat[:0], [Pull(root, 0, flat)], flat.size)
+        return PullExchange(flat, [], flat.size)
+    return PullExchange(flat[:0], [Pull(root, 0, flat)], flat.size)
 
 
 class ByPulling:
@@ -45,7 +45,7 @@ class ByPulling:
     _size: int
 
     def pull(self, shown: np.ndarray, pulls: Sequence[Pull], longest: int) -> None:
-        """Show an array to all ranks and copy from the shown arrays (see `Exchange`). Collective."""
+        """Show an array to all ranks and copy from the shown arrays (see `PullExchange`). Collective."""
         raise NotImplementedError
 
     def all_gather(self, out: np.ndarray, flat: np.ndarray, counts: Sequence[int]) -> None:

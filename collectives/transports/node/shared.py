@@ -25,7 +25,7 @@ from collectives.arrays.buffer import address_of, unowned
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import reduce_into
 from collectives.transports.node import pulls as exchanges
-from collectives.transports.node.meeting import WORDS, Meeting
+from collectives.transports.node.meeting import WORDS, NodeMeeting
 from collectives.transports.node.memory import NodeMemory
 from collectives.transports.node.peer import PeerReader, peer_readers
 from collectives.transports.node.posted import Post, Posts
@@ -101,7 +101,7 @@ class Shared(ByPulling):
         lengths = [WORDS * mpi.size, _SAID * mpi.size, _SAID * mpi.size]
         words = memoryview(NodeMemory(mpi).shared(8 * sum(lengths), or_anonymous=True)).cast("Q")  # type: ignore[arg-type]
         meeting, *self._boards = (words[slice(*part)] for part in parts(lengths))
-        self._meet = Meeting(mpi, meeting).meet
+        self._meet = NodeMeeting(mpi, meeting).meet
         self._readers = peer_readers(mpi)
         self.posts = Posts(mpi, memory)
         self._race = Race()

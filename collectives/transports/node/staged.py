@@ -17,7 +17,7 @@ from collectives.arrays.buffer import unowned
 from collectives.arrays.dtypes import DType
 from collectives.arrays.reduction import reduce_into
 from collectives.transports.node import pulls as exchanges
-from collectives.transports.node.meeting import WORDS, Meeting
+from collectives.transports.node.meeting import WORDS, NodeMeeting
 from collectives.transports.node.memory import NodeMemory
 from collectives.transports.node.pulls import ByPulling, Pull
 from collectives.transports.transport import even_parts, parts
@@ -59,7 +59,7 @@ class Staged(ByPulling):
         self._rank, self._size = mpi.rank, mpi.size
         self._memory = NodeMemory(mpi)
         board = self._memory.shared(8 * WORDS * mpi.size, or_anonymous=True)
-        self._meet = Meeting(mpi, memoryview(board).cast("Q")).meet  # type: ignore[arg-type]
+        self._meet = NodeMeeting(mpi, memoryview(board).cast("Q")).meet  # type: ignore[arg-type]
         self._step = self._ring_bytes = 0  # bytes from place to place, and of a ring
         self._next = 0  # byte of the ring where the next piece may begin; the same on all ranks
         self._rings: list[np.ndarray] = []  # all ranks' rings, allocated at the first use

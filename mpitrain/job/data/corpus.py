@@ -32,7 +32,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """A run of bytes of one file."""
 
     name: str
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 class Part:
     """One side of the split: pieces of files in order. When read, a separator follows each piece."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -155,10 +155,10 @@ def read_into(part: Part, buffer: np.ndarray) -> None:
 
 def _list_files(
     paths: Sequence[str], suffixes: Sequence[str], follow_links: bool, field: str, remarks: list[str]
-) -> list[Piece]:
+) -> list[FilePiece]:
     """The files of the corpus, whole, in the order of `paths`, within a folder by name. Empty files are dropped."""
     default = not paths
-    files: dict[str, Piece] = {}
+    files: dict[str, FilePiece] = {}
     of_json: dict[str, Path] = {}
     for given in paths or (_STDLIB,):
         root = Path(given).expanduser()
@@ -183,7 +183,7 @@ def _list_files(
                 full = os.path.join(os.path.realpath(path.parent), path.name)
                 real = os.path.realpath(full) if os.path.islink(full) else full
                 key = real if default else full  # Pythons differ in their links
-                files.setdefault(key, Piece(name, path, size, 0, size, real))
+                files.setdefault(key, FilePiece(name, path, size, 0, size, real))
                 of_json |= {key: path} if is_json else {}
     json_bytes = sum(files[key].file_bytes for key in of_json)
     if 2 * json_bytes > sum(file.file_bytes for file in files.values()):  # settings in JSON are beside most programs
@@ -214,7 +214,7 @@ def share_of(key: bytes) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _split_tail(files: list[Piece], heldout: float) -> tuple[list[Piece], list[Piece]]:
+def _split_tail(files: list[FilePiece], heldout: float) -> tuple[list[FilePiece], list[FilePiece]]:
     """Cut all bytes laid end to end once: the first part trains, the rest is held out. All names of a file have the same cut."""
     num_bytes = {file.real: file.file_bytes for file in files}
     num_train = round(sum(num_bytes.values()) * (1 - heldout))

@@ -52,7 +52,7 @@ ENGINES: Mapping[str, Callable[[str], Encode]] = {"fastokens": _fastokens, "giga
 """How an engine is made of the text of a tokenizer.json. The first one that fits is used: the memory of fastokens has a limit."""
 
 
-class Choice(NamedTuple):
+class EngineChoice(NamedTuple):
     """The encoding of a run, lines about the engines for the user, and the name of the engine that was chosen, if one was."""
 
     encode: Encode
@@ -67,7 +67,7 @@ def choose(
     comm: "Ranks",
     texts: Callable[[], Iterable[bytes]] = tuple,
     engines: Mapping[str, Callable[[str], Encode]] | None = None,
-) -> Choice:
+) -> EngineChoice:
     """The first engine that is installed on all ranks, and gives the tokens of `reference` on a sample; else `reference`.
 
     Collective: all ranks choose the same one. An error of `texts` is raised on all ranks.
@@ -94,12 +94,12 @@ def choose(
         problems = [their_problem for _, their_problem in ranks if their_problem]
         if encode is not None and num_having == comm.size and not problems:
             lines.append(f"tokenizer: {name} encodes the documents")
-            return Choice(_or_reference(encode, reference), lines, name)
+            return EngineChoice(_or_reference(encode, reference), lines, name)
         if problems:
             lines.append(f"tokenizer: {name} is left out: {problems[0]}")
         elif num_having:
             lines.append(f"tokenizer: {name} is left out: {num_having} of {comm.size} ranks have it; expected all")
-    return Choice(reference, lines)
+    return EngineChoice(reference, lines)
 
 
 def encode_by(engine: str, json: str, reference: Encode) -> Encode:

@@ -24,7 +24,7 @@ from mpitrain.job.data.documents import is_compressed, kind_of
 from mpitrain.job.data.open_shards import OpenShards, first_texts
 from mpitrain.job.data.remarks import Remark, say_remark
 from mpitrain.job.data.shards import ShardList, list_shards
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.data.tokenizers import JsonTokenizer, Tokenizer
 from mpitrain.job.data.tokens import TokenFiles, open_tokens
 from mpitrain.placement.rank0 import on_rank0
@@ -46,11 +46,11 @@ class Corpus(NamedTuple):
         return f"{self.num_files} files, {sizes[0]:.1f} MB to train on, {sizes[1]:.2f} MB held out"
 
 
-class Documents(NamedTuple):
+class DocumentSources(NamedTuple):
     """Sources of documents. `heldout`: the sources of evaluation; None: a share of the training documents."""
 
-    train: tuple[Source, ...]
-    heldout: tuple[Source, ...] | None
+    train: tuple[DocumentSource, ...]
+    heldout: tuple[DocumentSource, ...] | None
     lanes: int
 
     @property
@@ -60,7 +60,7 @@ class Documents(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """A checkpoint has the lists of the shards: see Source.resumed."""
+        """A checkpoint has the lists of the shards: see DocumentSource.resumed."""
         return f"documents of {', '.join(source.name for source in self.train)}"
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def _is_of_shards(path: str) -> bool:
 
 def load_data(
     config: DataConfig, comm: Communicator, *, batch: int, context: int = 0
-) -> Corpus | Documents | TokenFiles:
+) -> Corpus | DocumentSources | TokenFiles:
     """Find the data on rank 0. Collective; ValueError on all ranks if they cannot be read.
 
     `batch`: rows of a global batch. `context`: tokens of a row. If the data are one row but the training side is not, nothing of text
@@ -201,7 +201,7 @@ def _about(folder: Path, limit_bytes: int) -> str:
 
 def speed_up(
     tokenizer: Tokenizer | None,
-    found: Corpus | Documents | TokenFiles,
+    found: Corpus | DocumentSources | TokenFiles,
     config: DataConfig,
     comm: Communicator,
     *,
@@ -211,7 +211,7 @@ def speed_up(
 
     ValueError or OSError on all ranks if the first documents cannot be read. `seed`: of the run; it chooses these documents.
     """
-    if not (isinstance(found, Documents) and isinstance(tokenizer, JsonTokenizer)):
+    if not (isinstance(found, DocumentSources) and isinstance(tokenizer, JsonTokenizer)):
         return []
 
     def texts() -> Iterator[bytes]:
@@ -224,7 +224,7 @@ def speed_up(
     return tokenizer.use_fast_engine(comm, texts)
 
 
-def _find_documents(config: DataConfig, comm: Communicator, batch: int) -> Documents:
+def _find_documents(config: DataConfig, comm: Communicator, batch: int) -> DocumentSources:
     settings = config.document_sources
     lanes = config.lanes or batch
 
@@ -234,9 +234,9 @@ def _find_documents(config: DataConfig, comm: Communicator, batch: int) -> Docum
     found = on_rank0(comm, lambda: (listed(settings), listed(config.heldout_sources)))
     train, heldout = (
         tuple(
-            Source.new(each.name, shards, lanes=lanes, field=each.field)
+            DocumentSource.new(each.name, shards, lanes=lanes, field=each.field)
             for each, shards in zip(its, theirs, strict=True)
         )
         for its, theirs in zip((settings, config.heldout_sources), found, strict=True)
     )
-    return Documents(train, heldout or None, lanes)
+    return DocumentSources(train, heldout or None, lanes)

@@ -65,7 +65,7 @@ class Known(NamedTuple):
     marks: Sequence[str]
 
 
-class Found(NamedTuple):
+class FoundShards(NamedTuple):
     """The places of the shards of a checkpoint in a list; -1 for one that is not there.
 
     `unsure`: the numbers of those that are found by name and size alone.
@@ -75,14 +75,14 @@ class Found(NamedTuple):
     unsure: list[int]
 
 
-def found_again(before: Known, now: Known) -> Found:
+def found_again(before: Known, now: Known) -> FoundShards:
     """Find the shards of a checkpoint, `before`, in a list.
 
     A name may have got a mark because a shard was added. Or a mark has changed because a signature of an unknown kind was made anew:
     then name and size tell the shard, if no other one has both. But if a shard with the same name otherwise has kept its mark, no
     signature was made anew, and one with another mark is another file.
     """
-    found = Found([], [])
+    found = FoundShards([], [])
     place_of = {name: place for place, name in enumerate(now.names)}
     for index, (name, mark) in enumerate(zip(before.names, before.marks, strict=True)):
         place = place_of.get(name, -1)
@@ -97,7 +97,7 @@ def found_again(before: Known, now: Known) -> Found:
     return found
 
 
-def _find_others(before: Known, now: Known, found: Found) -> None:
+def _find_others(before: Known, now: Known, found: FoundShards) -> None:
     """Find the shards that have another name, or another mark, in the list."""
     taken = set(found.places)
     by_mark, by_size = defaultdict[tuple[str, str], list[int]](list), defaultdict[tuple[str, int], list[int]](list)

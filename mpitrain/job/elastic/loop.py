@@ -17,9 +17,9 @@ from collectives import Communicator, recovery
 from mpitrain.job.elastic.copies.files import newest_epoch
 from mpitrain.job.elastic.copies.holding import hold, is_unheld, release, remove_all
 from mpitrain.job.elastic.copies.restoring import NodeCopies, find_state
-from mpitrain.job.elastic.copies.taking import Copies
+from mpitrain.job.elastic.copies.taking import StateCopies
 from mpitrain.job.elastic.layout import Layout
-from mpitrain.job.elastic.survive import Progress, Recovered, going_on, survive
+from mpitrain.job.elastic.survive import RankProgress, Recovered, going_on, survive
 from mpitrain.weights import state as weights
 
 _ENDING_S = 15.0  # for the processes of a job that is ending
@@ -83,7 +83,7 @@ def run(
     run_id = comm.broadcast_object(_id_of(name))
     with comm.together():
         _check_alone(run_id, name)
-    progress = Progress(0, 0)
+    progress = RankProgress(0, 0)
 
     def begin(ranks: Communicator) -> tuple[State, NodeCopies | None]:
         """The state, with the values of the newest copies, if there are any."""
@@ -103,7 +103,7 @@ def run(
         if ranks.rank == 0 and (recovered is not None or found is not None):
             print(f"{going_on(ranks.size, recovered)} from step {state.step}", flush=True)
         epoch = 1 + max(ranks.all_gather_object(newest_epoch(run_id)))
-        copies = Copies(ranks, run_id, epoch)
+        copies = StateCopies(ranks, run_id, epoch)
         if copies.num_unreached:
             _say(
                 ranks,
@@ -112,7 +112,7 @@ def run(
 
         def after_step(state: State) -> None:
             nonlocal progress
-            progress = Progress(max(progress.steps, state.step), progress.begun + 1)
+            progress = RankProgress(max(progress.steps, state.step), progress.begun + 1)
             if state.step % every == 0:
                 data = None if state.data is None else state.data.state_dict()
                 collected = weights.collect(state.model, state.optimizer, meta={"step": state.step, "data": data})

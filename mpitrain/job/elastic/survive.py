@@ -53,7 +53,7 @@ Attempt = Callable[[Communicator, Layout, Recovered | None], None]
 """Works to the end on the ranks of a communicator, which have this layout; after a loss also with what was recovered from."""
 
 
-class Progress(NamedTuple):
+class RankProgress(NamedTuple):
     """What a rank has done so far: the greatest number of steps that it came to, and how often it has begun a step."""
 
     steps: int
@@ -76,7 +76,7 @@ def survive(
     batches: int | None = None,
     whole_copies: bool = False,
     min_ranks: int = 1,
-    progress: Callable[[], Progress] | None = None,
+    progress: Callable[[], RankProgress] | None = None,
 ) -> None:
     """Call `attempt(comm, layout, None)`, and after each loss of ranks `attempt(comm, layout, recovered)` on those that are left, until
     one succeeds.
@@ -88,7 +88,7 @@ def survive(
     losses.
     """
     recovery.survive_losses()
-    best, num_fruitless, num_causes = Progress(-1, 0), 0, 0
+    best, num_fruitless, num_causes = RankProgress(-1, 0), 0, 0
     before: list[tuple[str, int]] = []  # the processes of the ranks before the losses that no attempt has learned of
     noticed = 0.0
     while True:
@@ -101,7 +101,7 @@ def survive(
                 causes, known_causes = recovery.causes(comm, num_causes)
                 recovered = Recovered(lost, layout, noticed, seconds, causes)
                 if progress is not None:
-                    now = Progress(*map(max, zip(*comm.all_gather_object(progress()), strict=True)))
+                    now = RankProgress(*map(max, zip(*comm.all_gather_object(progress()), strict=True)))
                     if now.steps > best.steps:
                         num_fruitless = 0
                     elif now.begun > best.begun:  # else the loss was one in a recovery

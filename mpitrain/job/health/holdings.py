@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mpitrain.job.health.pieces import Boxes, Rows
-from mpitrain.placement.parts import Part, part_of
+from mpitrain.job.health.pieces import Boxes, TensorRows
+from mpitrain.placement.parts import ParameterPart, part_of
 from mpitrain.sharding import sharded_over
 from mpitrain.sharding.unit.flat import FlatParameters
 from mpitrain.sharding.unit.parameter import ShardedParameter
@@ -19,7 +19,7 @@ from mpitrain.sharding.unit.unit import diloco_of, params_by_shard, units_of
 class Holding:
     """A tensor of this rank, and its rows."""
 
-    rows: Rows
+    rows: TensorRows
     tensor: torch.Tensor
     dim: int = 0
     """The dimension of the rows."""
@@ -54,18 +54,20 @@ def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Holding]
         shape, of, begin = _place(param, owner, part)
         dim = _dim(shape)
         end = begin + (param.shape[dim] if param.shape else 1)
-        found.append(Holding(Rows(f"model/{name}{of_copy}", of, begin, end), param, dim, bool(param.shape)))
+        found.append(Holding(TensorRows(f"model/{name}{of_copy}", of, begin, end), param, dim, bool(param.shape)))
         for kind, values in outer.items():
             if name in values:
-                found.append(Holding(Rows(f"{kind} of {name}", of, begin, end), values[name], dim, bool(param.shape)))
+                found.append(
+                    Holding(TensorRows(f"{kind} of {name}", of, begin, end), values[name], dim, bool(param.shape))
+                )
         for key, value in optimizer.state.get(param, {}).items():
             if not isinstance(value, torch.Tensor):
                 continue
             label = f"optimizer/{key}/{name}{of_copy}"
             if value.shape == param.shape:
-                found.append(Holding(Rows(label, of, begin, end), value, dim, bool(value.shape)))
+                found.append(Holding(TensorRows(label, of, begin, end), value, dim, bool(value.shape)))
             else:
-                found.append(Holding(Rows(label, (), 0, 1), value, is_counted=False))
+                found.append(Holding(TensorRows(label, (), 0, 1), value, is_counted=False))
     return found
 
 
@@ -100,7 +102,7 @@ def _copies_of(flat: FlatParameters, index: int, param: ShardedParameter, name: 
         ranges = [(box.offset[dim], box.offset[dim] + box.shape[dim]) for box in boxes if box.shape[dim]]
     full = param.full.detach().view(shape)
     for begin, end in ranges:
-        yield Holding(Rows(f"copy of model/{name}", of, begin, end), full.narrow(dim, begin, end - begin), dim)
+        yield Holding(TensorRows(f"copy of model/{name}", of, begin, end), full.narrow(dim, begin, end - begin), dim)
 
 
 def constants(model: nn.Module, versions: dict[str, int], *, data: int) -> list[Holding]:
@@ -115,7 +117,7 @@ def constants(model: nn.Module, versions: dict[str, int], *, data: int) -> list[
             continue
         if versions.setdefault(name, buffer._version) == buffer._version:
             of = (((data,), tuple(buffer.shape)),)  # ranks with other parts of the model may have other values
-            found.append(Holding(Rows(f"buffer/{name}", of, 0, 1), buffer, is_counted=False))
+            found.append(Holding(TensorRows(f"buffer/{name}", of, 0, 1), buffer, is_counted=False))
     return found
 
 
@@ -128,7 +130,9 @@ def generators(seed_of: int, device: torch.device) -> list[Holding]:
     if device.type == "cuda":
         states["device"] = torch.cuda.get_rng_state(device)
     return [
-        Holding(Rows(f"torch's generator of the {where}", (((seed_of,), ()),), 0, 1), _digest(state), is_counted=False)
+        Holding(
+            TensorRows(f"torch's generator of the {where}", (((seed_of,), ()),), 0, 1), _digest(state), is_counted=False
+        )
         for where, state in states.items()
     ]
 
@@ -146,7 +150,7 @@ def _digest(state: torch.Tensor) -> torch.Tensor:
 
 
 def _place(
-    param: torch.Tensor, owner: ShardedParameter | None, part: Part | None
+    param: torch.Tensor, owner: ShardedParameter | None, part: ParameterPart | None
 ) -> tuple[tuple[int, ...], Boxes, int]:
     """The shape of this rank's part of the whole, the boxes of the whole that make it, and the first of the rows in `param`."""
     shape = tuple(param.shape) if owner is None else owner.box.full_shape

@@ -13,7 +13,7 @@ Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Boxes of a whole tensor, as (offset, shape), end to end along one dimension."""
 
 
-class Rows(NamedTuple):
+class TensorRows(NamedTuple):
     """Rows `begin` to `end - 1` of what the boxes `of` make of the whole tensor `name`."""
 
     name: str
@@ -22,14 +22,14 @@ class Rows(NamedTuple):
     end: int
 
 
-class Copies(NamedTuple):
+class RowCopies(NamedTuple):
     """Rows that several ranks hold."""
 
-    rows: Rows
+    rows: TensorRows
     ranks: tuple[int, ...]
 
 
-def common_rows(held: Sequence[Iterable[Rows]]) -> list[Copies]:
+def common_rows(held: Sequence[Iterable[TensorRows]]) -> list[RowCopies]:
     """The rows that two or more ranks hold, in an order that all ranks compute alike. `held`: the rows of each rank."""
     by_tensor: dict[tuple[str, Boxes], list[tuple[int, int, int]]] = {}
     for rank, its in enumerate(held):
@@ -44,7 +44,7 @@ def common_rows(held: Sequence[Iterable[Rows]]) -> list[Copies]:
         for begin, end in pairwise(cuts):
             ranks = tuple(sorted({rank for first, last, rank in ranges if first <= begin and end <= last}))
             if len(ranks) > 1:
-                found.append(Copies(Rows(name, of, begin, end), ranks))
+                found.append(RowCopies(TensorRows(name, of, begin, end), ranks))
     return found
 
 

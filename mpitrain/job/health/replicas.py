@@ -13,7 +13,7 @@ import torch
 from collectives import Communicator
 from mpitrain.job.health.checksums import BLOCK, WORD_BYTES, Checksum, block_sums, checksums
 from mpitrain.job.health.holdings import Holding
-from mpitrain.job.health.pieces import Copies, Rows, common_rows, index_in_whole
+from mpitrain.job.health.pieces import RowCopies, TensorRows, common_rows, index_in_whole
 from mpitrain.job.health.verdict import Verdict, judge, together
 
 Numbers = Mapping[str, str]
@@ -36,13 +36,13 @@ class Replicas:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._described = b""  # a digest of this rank's holdings at the time of the plan
-        self._plan: list[Copies] = []
+        self._plan: list[RowCopies] = []
         self._mine: list[
             tuple[int, int]
         ] = []  # for each entry of the plan that this rank holds: its number, the holding's number
 
     def compare(
-        self, holdings: Sequence[Holding], known: Mapping[Rows, Checksum], numbers: Numbers, news: Any = None
+        self, holdings: Sequence[Holding], known: Mapping[TensorRows, Checksum], numbers: Numbers, news: Any = None
     ) -> tuple[Difference | None, list[Any]]:
         """The first difference between copies, the same on all ranks, and the `news` of all ranks. Collective.
 
@@ -68,7 +68,7 @@ class Replicas:
         }
         return (self._tensor(holdings, known, differing) if differing else None), all_news
 
-    def _make_plan(self, rows: Sequence[Rows], described: bytes) -> None:
+    def _make_plan(self, rows: Sequence[TensorRows], described: bytes) -> None:
         """Find the rows that several ranks hold. Collective."""
         self._plan = common_rows(self._comm.all_gather_object(rows))
         places: dict[tuple[str, Any], list[int]] = {}
@@ -83,7 +83,7 @@ class Replicas:
         ]
         self._described = described
 
-    def _checksums(self, holdings: Sequence[Holding], known: Mapping[Rows, Checksum]) -> dict[int, Checksum]:
+    def _checksums(self, holdings: Sequence[Holding], known: Mapping[TensorRows, Checksum]) -> dict[int, Checksum]:
         """The checksum of each entry of the plan that this rank holds."""
         found: dict[int, Checksum] = {}
         missing: dict[int, torch.Tensor] = {}
@@ -96,7 +96,9 @@ class Replicas:
         found.update(zip(missing, checksums(list(missing.values())), strict=True))
         return {entry: found[entry] for entry, _ in self._mine}
 
-    def _digests(self, holdings: Sequence[Holding], known: Mapping[Rows, Checksum]) -> dict[tuple[int, ...], bytes]:
+    def _digests(
+        self, holdings: Sequence[Holding], known: Mapping[TensorRows, Checksum]
+    ) -> dict[tuple[int, ...], bytes]:
         """For each set of ranks to which this rank belongs a digest of what they hold."""
         sums: dict[tuple[int, ...], list[Checksum]] = {}
         for entry, checksum in self._checksums(holdings, known).items():
@@ -117,7 +119,7 @@ class Replicas:
         return Difference(together(verdicts), names, first)
 
     def _tensor(
-        self, holdings: Sequence[Holding], known: Mapping[Rows, Checksum], differing: set[tuple[int, ...]]
+        self, holdings: Sequence[Holding], known: Mapping[TensorRows, Checksum], differing: set[tuple[int, ...]]
     ) -> Difference:
         own = {e: c for e, c in self._checksums(holdings, known).items() if self._plan[e].ranks in differing}
         everyones: list[dict[int, Checksum]] = self._comm.all_gather_object(own)

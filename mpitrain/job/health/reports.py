@@ -7,7 +7,7 @@ from mpitrain.job.record.files.events import NAME
 
 
 class Reports:
-    """The lines and events of one rank. `write`: see `Run.write_event`. `say`: prints a line."""
+    """The lines and events of one rank. `write`: see `TrainingRun.write_event`. `say`: prints a line."""
 
     def __init__(self, write: Callable[..., object], rank: int, say: Callable[[str], object]) -> None:
         self._write, self._is_writer, self._say = write, rank == 0, say

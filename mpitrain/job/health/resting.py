@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from mpitrain.job.health.checksums import Checksum, checksums, flipped_bit
 from mpitrain.job.health.holdings import Holding
-from mpitrain.job.health.pieces import Rows
+from mpitrain.job.health.pieces import TensorRows
 
 
 class Change(NamedTuple):
@@ -20,7 +20,7 @@ class Resting:
     """The checksums of tensors that are at rest."""
 
     def __init__(self) -> None:
-        self._taken: dict[Rows, Checksum] = {}
+        self._taken: dict[TensorRows, Checksum] = {}
 
     @property
     def is_taken(self) -> bool:
@@ -35,7 +35,7 @@ class Resting:
         """The tensors are about to be written, or have been."""
         self._taken = {}
 
-    def compare(self, holdings: Sequence[Holding]) -> tuple[dict[Rows, Checksum], list[Change]]:
+    def compare(self, holdings: Sequence[Holding]) -> tuple[dict[TensorRows, Checksum], list[Change]]:
         """The checksums now, and the tensors whose checksums have changed since `take`, which is over."""
         before, self._taken = self._taken, {}
         now = _sums(holdings)
@@ -52,6 +52,6 @@ class Resting:
         return now, changes
 
 
-def _sums(holdings: Sequence[Holding]) -> dict[Rows, Checksum]:
+def _sums(holdings: Sequence[Holding]) -> dict[TensorRows, Checksum]:
     found = checksums([holding.tensor for holding in holdings])
     return {holding.rows: checksum for holding, checksum in zip(holdings, found, strict=True)}

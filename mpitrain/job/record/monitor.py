@@ -29,8 +29,8 @@ from mpitrain.job.record.adding import Added, Moment
 from mpitrain.job.record.files import ranks as of_ranks
 from mpitrain.job.record.files.metrics import StepMetrics
 from mpitrain.job.record.gauges.phases import CpuClock, StepClock
-from mpitrain.job.record.output import Output
-from mpitrain.job.record.stragglers import Spent, Straggler, Stragglers
+from mpitrain.job.record.output import RunOutput
+from mpitrain.job.record.stragglers import RankTimes, Straggler, Stragglers
 
 _SAMPLE_EVERY_S = 5.0
 
@@ -81,7 +81,7 @@ class Monitor:
         self._fresh: dict[str, float] = {}  # gauges of rank 0 that its next line has
         self._gauged = np.full(len(of_ranks.GAUGES), math.nan)
         self.clock, self._cpu = StepClock(communication_s), CpuClock()
-        self._output: Output | None = None
+        self._output: RunOutput | None = None
         self._hosts: list[str] = []
         self._stragglers = Stragglers([])
         self._tokens, self._flops_per_token = 0, 0.0  # of a step; of a token
@@ -101,7 +101,7 @@ class Monitor:
         self._step, self._is_open = step, True
         if self._comm.rank:
             return 0
-        self._output = Output(self._config, self._folder, steps_done=step, told=self._sink_failed, say=self._say)
+        self._output = RunOutput(self._config, self._folder, steps_done=step, told=self._sink_failed, say=self._say)
         return self._output.num_cut
 
     def begin(
@@ -322,7 +322,7 @@ class Monitor:
     def _find_stragglers(self, step: int, figures: np.ndarray) -> None:
         columns = dict(zip(of_ranks.FIGURES, figures.T, strict=True))
         busy_s = of_ranks.busy_s(columns["step_s"], columns["comm_s"], columns["check_s"])
-        spent = Spent(busy_s, columns["data_s"], columns["cpu_s"], columns["delay_s"], columns["rows"])
+        spent = RankTimes(busy_s, columns["data_s"], columns["cpu_s"], columns["delay_s"], columns["rows"])
         for found in self._stragglers.step(spent):
             self._tell_straggler(step, found)
 

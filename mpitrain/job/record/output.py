@@ -12,7 +12,7 @@ from mpitrain.job.record.files.lines import LinesFile
 from mpitrain.job.record.sinks import About, Sink, make_sinks
 
 
-class Output:
+class RunOutput:
     """The files and sinks of a run, on rank 0.
 
     Args:

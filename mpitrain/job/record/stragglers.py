@@ -19,7 +19,7 @@ LEAST_S = 5.0
 """The time of these steps on the slow rank. Where ranks share cores, the system favours some of them for up to seconds."""
 
 
-class Spent(NamedTuple):
+class RankTimes(NamedTuple):
     """How each rank spent a step, without communication and its waits: a value for each rank, in seconds but for `rows`."""
 
     busy_s: np.ndarray
@@ -84,7 +84,7 @@ class Stragglers:
         self._slow: dict[int, list[_Slow]] = {}
         self._told: set[int] = set()
 
-    def step(self, ranks: Spent) -> list[Straggler]:
+    def step(self, ranks: RankTimes) -> list[Straggler]:
         """The ranks that have become stragglers by one more step, in order. `ranks`: how they spent it.
 
         A straggler is returned once; again only after a step in which it was not slow.
@@ -108,7 +108,7 @@ class Stragglers:
         self._slow, self._told = {}, set()
 
 
-def slow_on_average(work: Sequence[Hashable], ranks: Spent) -> list[Straggler]:
+def slow_on_average(work: Sequence[Hashable], ranks: RankTimes) -> list[Straggler]:
     """The ranks that are slow in the mean of some steps, by the rule of a single step. `ranks`: how they spent it."""
     found = []
     for rank, slow in (each for group in _groups_of(work) for each in _slow_of(group, ranks)):
@@ -125,7 +125,7 @@ def _groups_of(work: Sequence[Hashable]) -> list[np.ndarray]:
     return [np.array(ranks) for ranks in groups.values() if len(ranks) > 1]
 
 
-def _slow_of(group: np.ndarray, ranks: Spent) -> Iterator[tuple[int, _Slow]]:
+def _slow_of(group: np.ndarray, ranks: RankTimes) -> Iterator[tuple[int, _Slow]]:
     """The ranks of a group with the same work that were slow in a step."""
     busy = ranks.busy_s[group]
     # Not more than the median of the others, whoever they are: with many ranks few pass this.

@@ -11,16 +11,16 @@ from typing import Any
 from collectives import Communicator
 from collectives.texts import show_bytes
 from mpitrain.job.config import Config
-from mpitrain.job.data.loading import Corpus, Documents
+from mpitrain.job.data.loading import Corpus, DocumentSources
 from mpitrain.job.data.tokens import TokenFiles
 from mpitrain.job.elastic.copies.holding import hold, remove_all
 from mpitrain.job.elastic.copies.restoring import NodeCopies, find_state
-from mpitrain.job.elastic.copies.taking import Copies
+from mpitrain.job.elastic.copies.taking import StateCopies
 from mpitrain.job.elastic.lease import Lease, first_number, read_lease
-from mpitrain.job.elastic.survive import Progress, Recovered, going_on
+from mpitrain.job.elastic.survive import RankProgress, Recovered, going_on
 from mpitrain.job.record.files import marks
 from mpitrain.job.train.checkpoints.meta import Age
-from mpitrain.job.train.run import Run
+from mpitrain.job.train.run import TrainingRun
 from mpitrain.placement.rank0 import on_rank0
 from mpitrain.weights.state import Collected
 
@@ -35,7 +35,7 @@ class Lasting:
     """The checkpoint of another run from which this job has started, until it has a state of its own; "" without one."""
     first_lease: int = 0
     """The number of the lease with which this job has started, or the first job of the same supervisor; 0 before."""
-    found: Corpus | Documents | TokenFiles | None = None
+    found: Corpus | DocumentSources | TokenFiles | None = None
     flops_per_s: float = 0.0
     num_idle: int = 0
     """Ranks that have no place in the layout."""
@@ -43,7 +43,7 @@ class Lasting:
     """The last recovery, until the first step after it; None before the first loss."""
     unreported: list[Recovered] = field(default_factory=list)
     """The recoveries that events.jsonl lacks: after a loss during a recovery there are several."""
-    progress: Progress = field(default_factory=lambda: Progress(0, 0))
+    progress: RankProgress = field(default_factory=lambda: RankProgress(0, 0))
     """Of this rank."""
     has_begun: bool = False
     """Whether this job has prepared the run's folder, as far as this rank knows."""
@@ -56,11 +56,11 @@ class Endurance:
     """
 
     def __init__(
-        self, config: Config, comm: Communicator, run: Run, lasting: Lasting, say: Callable[[str], object]
+        self, config: Config, comm: Communicator, run: TrainingRun, lasting: Lasting, say: Callable[[str], object]
     ) -> None:
         self._config, self._comm, self._run, self._lasting, self._say = config, comm, run, lasting, say
         self._lease: Lease | None = None
-        self._copies: Copies | None = None
+        self._copies: StateCopies | None = None
         self._restored_from = ""
         self._begun = 0.0
         self._first_epoch = 0  # of the copies from which this attempt has begun, else of its own
@@ -85,7 +85,7 @@ class Endurance:
         return found
 
     def begin(self, source: str, step: int) -> None:
-        """Begin to train after `step` steps, in a folder that `Run.prepare` has prepared. `source`: of the state."""
+        """Begin to train after `step` steps, in a folder that `TrainingRun.prepare` has prepared. `source`: of the state."""
         self._restored_from, self._begun = source, time.monotonic()
         earlier = self._comm.broadcast_object(self._run.earlier)
         if earlier is not None:  # --resume never has moved the earlier run aside
@@ -96,7 +96,7 @@ class Endurance:
         hold(self._lease.run)
         self._lasting.has_begun = True
         if self._config.train.copy_every:
-            self._copies = Copies(self._comm, self._lease.run, self._lease.number)
+            self._copies = StateCopies(self._comm, self._lease.run, self._lease.number)
             if num := self._copies.num_unreached:
                 self._say(
                     f"copies: {num} of {self._comm.size} ranks cannot connect to their partner on another host, perhaps because of a "
@@ -152,7 +152,7 @@ class Endurance:
         state = collect()
         self._keep(lambda copies: copies.take(step, state.tensors, state.meta))
 
-    def _keep(self, act: Callable[[Copies], None]) -> None:
+    def _keep(self, act: Callable[[StateCopies], None]) -> None:
         """Act on the copies. If node memory is full, the run goes on without further ones, and says so once."""
         assert self._copies is not None
         try:
@@ -172,7 +172,7 @@ class Endurance:
         if self._copies is not None:
             self._copies.close(remove=True)
             self._first_epoch = self._lease.number
-            self._copies = Copies(self._comm, self._lease.run, self._lease.number)
+            self._copies = StateCopies(self._comm, self._lease.run, self._lease.number)
             self._take(step, collect)
         else:
             _remove(self._comm, self._lease.run)  # those from before node memory was full
@@ -247,7 +247,7 @@ class Inheritance:
 
     lease = None
 
-    def __init__(self, config: Config, comm: Communicator, run: Run) -> None:
+    def __init__(self, config: Config, comm: Communicator, run: TrainingRun) -> None:
         self._config, self._comm, self._folder = config, comm, run.folder
         self._run: str | None = None  # of the copies, until they are removed
         self._is_used = False

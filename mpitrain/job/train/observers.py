@@ -23,7 +23,7 @@ from mpitrain.job.train.batches.losses import SourceLosses
 from mpitrain.job.train.batches.micro_batch import MicroBatch
 from mpitrain.job.train.hardware import Hardware, memory_bytes, memory_of_rank
 from mpitrain.job.train.passes import Passes
-from mpitrain.job.train.run import Run
+from mpitrain.job.train.run import TrainingRun
 from mpitrain.models import LanguageModel, flops_per_token, num_parameters
 from mpitrain.sharding.unit.unit import slices_of
 
@@ -42,7 +42,7 @@ class Observers:
         self,
         config: Config,
         comm: Communicator,
-        run: Run,
+        run: TrainingRun,
         *,
         model: LanguageModel,
         optimizer: torch.optim.Optimizer,

@@ -12,7 +12,7 @@ from torch import nn
 from mpitrain.job.record.gauges.phases import StepClock
 from mpitrain.job.train.batches.micro_batch import MicroBatch
 from mpitrain.models import LanguageModel
-from mpitrain.optim.norms import Spent
+from mpitrain.optim.norms import NormTime
 from mpitrain.plans.draws import seed_all
 from mpitrain.sharding.module import steps_of
 from mpitrain.sharding.unit.unit import compression_of, diloco_of
@@ -188,4 +188,4 @@ class CommunicationClock:
             self._steps = steps_of(self._model)
         of_model = sum(step.comm_s for step in self._steps) + sum(exchange.seconds for exchange in self._exchanges)
         of_model += 0.0 if self._diloco is None else self._diloco.comm_s
-        return of_model + Spent.seconds + self._passes.communication_s() + self.more_s
+        return of_model + NormTime.seconds + self._passes.communication_s() + self.more_s

@@ -35,7 +35,7 @@ from mpitrain.job.train.checkpoints.meta import age_of
 from mpitrain.job.train.stop_request import StopRequests
 
 
-class Run:
+class TrainingRun:
     """The folder of a run. Only rank 0 calls methods that read the disk or write to it, but `may_report` and `write_failure_event`."""
 
     def __init__(self, config: Config, job: str = "", origin: str = "", first_lease: int = 0) -> None:

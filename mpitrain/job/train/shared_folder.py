@@ -8,7 +8,7 @@ from collectives import Communicator
 from mpitrain.files import check_own
 from mpitrain.job.config import Config
 from mpitrain.job.record.files.marks import Marks, Phase, Reason, launch_number
-from mpitrain.job.train.run import Run
+from mpitrain.job.train.run import TrainingRun
 from mpitrain.placement.rank0 import on_rank0
 
 
@@ -16,7 +16,7 @@ class SharedFolder:
     """The folder of `run` on the ranks `comm`. All methods but `is_lost`, `is_asked_to_stop` and `alive` are collective, and
     raise an error of rank 0 on all ranks."""
 
-    def __init__(self, config: Config, comm: Communicator, run: Run) -> None:
+    def __init__(self, config: Config, comm: Communicator, run: TrainingRun) -> None:
         self._config, self._comm, self._run = config, comm, run
         self._marks = Marks(run.folder, active=comm.rank == 0, may_write=lambda: not run.is_lost())
         self._find_start()  # an early check; `take` repeats it, because other jobs can change the folder until then
@@ -28,7 +28,7 @@ class SharedFolder:
         self.start, self.beginning = on_rank0(self._comm, lambda: self._run.start(self._config))
 
     def take(self, say: Callable[[str], object]) -> None:
-        """Lock the folder for the training. `say`: see `Run.lock`; rank 0 calls it."""
+        """Lock the folder for the training. `say`: see `TrainingRun.lock`; rank 0 calls it."""
         with self._comm.together():
             if self._comm.rank == 0:
                 self._run.lock(say)
@@ -36,7 +36,7 @@ class SharedFolder:
         self._find_start()
 
     def prepare(self, say: Callable[[str], object]) -> None:
-        """Prepare the folder for training, after all checks: see `Run.prepare`. `say`: prints a line."""
+        """Prepare the folder for training, after all checks: see `TrainingRun.prepare`. `say`: prints a line."""
         with self._comm.together():
             if self._comm.rank == 0:
                 aside = self._run.prepare(self._config)

@@ -11,7 +11,7 @@ from mpitrain.job.train.workload import Workload
 from mpitrain.plans.draws import seed_all
 from mpitrain.sharding.unit.unit import compression_of
 from mpitrain.weights.initial_values import initialize
-from mpitrain.weights.state import Collected, Source
+from mpitrain.weights.state import Collected, StoredState
 
 
 class TrainingState:
@@ -51,7 +51,7 @@ class TrainingState:
             hardware=work.hardware.described(),
         )
 
-    def load(self, source: Source, *, is_own: bool = True) -> list[str]:
+    def load(self, source: StoredState, *, is_own: bool = True) -> list[str]:
         """Load the state of a source, for an evaluation the weights alone. Returns lines about differences between then and now.
 
         `is_own`: it is of this run.

@@ -13,7 +13,7 @@ import collectives
 from collectives import Communicator, recovery
 from mpitrain.files import replace
 from mpitrain.job.config import Config
-from mpitrain.job.data.loading import Documents, say_what_stays
+from mpitrain.job.data.loading import DocumentSources, say_what_stays
 from mpitrain.job.elastic.supervisor.batch import is_batch_job
 from mpitrain.job.health import Bad, DesyncError, Health, InitialState, Reports, StatesOnDisk
 from mpitrain.job.record.console import Terminal
@@ -32,7 +32,7 @@ from mpitrain.job.train.evaluation import Evaluator
 from mpitrain.job.train.hardware import Hardware, matmul_flops_per_s, take_hardware, with_threads
 from mpitrain.job.train.observers import Observers
 from mpitrain.job.train.passes import CommunicationClock
-from mpitrain.job.train.run import Run
+from mpitrain.job.train.run import TrainingRun
 from mpitrain.job.train.sampling import write, written
 from mpitrain.job.train.shared_folder import SharedFolder
 from mpitrain.job.train.state import TrainingState
@@ -53,7 +53,11 @@ class Trainer:
     def __init__(self, config: Config, comm: Communicator, lasting: Lasting | None = None) -> None:
         """`lasting`: of an elastic run, which goes on in place after a loss of ranks (elastic/survive.py); None for another run."""
         self.config, self.comm, self._lasting = config, comm, lasting
-        self.run = Run(config) if lasting is None else Run(config, lasting.job, lasting.origin, lasting.first_lease)
+        self.run = (
+            TrainingRun(config)
+            if lasting is None
+            else TrainingRun(config, lasting.job, lasting.origin, lasting.first_lease)
+        )
         check_settings(config, comm)
         self.hardware: Hardware = take_hardware(comm, with_threads(config))
         self._folder = SharedFolder(config, comm, self.run)
@@ -225,7 +229,7 @@ class Trainer:
             else:
                 self.run.release()
                 self.run.end_alerts()
-                if isinstance(self._work.found, Documents):
+                if isinstance(self._work.found, DocumentSources):
                     say_what_stays(self.config.data, self._work.found.shards, speaks=self.comm.node.rank == 0)
 
     def _restore(self) -> None:

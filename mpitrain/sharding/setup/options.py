@@ -18,7 +18,7 @@ from mpitrain.sharding.unit.unit import kind_of, unit_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ShardingOptions:
     """The arguments of `fully_shard`; see its docstring. TypeError or ValueError for wrong values."""
 
     mesh: Mesh | Communicator | None
@@ -161,7 +161,7 @@ def _device(device: Any) -> torch.device | None:
 REMEDY = "build the same model on all ranks and shard it with the same arguments in the same order"
 
 
-def described(module: nn.Module, options: Options) -> list[str]:
+def described(module: nn.Module, options: ShardingOptions) -> list[str]:
     """One line for each argument, parameter and buffer that must be the same on all ranks."""
     lines = [f"a module {kind_of(module).__name__}", *options.described()]
     if not isinstance(options.units, str):
@@ -209,7 +209,7 @@ def check_module(module: Any) -> None:
             )
 
 
-def check_units(module: nn.Module, options: Options) -> None:
+def check_units(module: nn.Module, options: ShardingOptions) -> None:
     """ValueError for modules that cannot be units within `module`."""
     if isinstance(options.units, str):
         return
@@ -229,7 +229,7 @@ def check_units(module: nn.Module, options: Options) -> None:
         earlier |= {id(part) for part in unit.modules()}
 
 
-def check_dtypes(module: nn.Module, options: Options) -> None:
+def check_dtypes(module: nn.Module, options: ShardingOptions) -> None:
     """TypeError for dtypes that cannot be reduced, of parameters or in the policy."""
     policy, ignored = options.policy, options.ignored
     for param in module.parameters():
@@ -237,7 +237,7 @@ def check_dtypes(module: nn.Module, options: Options) -> None:
             policy.dtypes_of(param.dtype)
 
 
-def check_dense(module: nn.Module, options: Options) -> None:
+def check_dense(module: nn.Module, options: ShardingOptions) -> None:
     """ValueError for embeddings with sparse gradients, which are not reduced. Also for frozen ones, which may be thawed."""
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.sparse:

@@ -12,7 +12,7 @@ from torch import nn
 from collectives import Communicator
 from mpitrain.placement.marks import box_of
 from mpitrain.sharding.ranks import DataParallelRanks
-from mpitrain.sharding.step.calls import Call, Place
+from mpitrain.sharding.step.calls import GradientPlace, UnitCall
 from mpitrain.sharding.step.route import Route, find_routes
 from mpitrain.sharding.step.state import Graph, Phase, StepState
 from mpitrain.sharding.unit.gradients import Gradients
@@ -43,7 +43,7 @@ class Backwards(StepState):
         for number, (unit, gradients) in enumerate(self.reducer.gradients[self._num_watched :], self._num_watched):
             for index, param in enumerate(gradients.params):
                 param.full.register_post_accumulate_grad_hook(partial(_on_gradient, this, number, index))
-                self.places[id(param.full)] = Place(unit, gradients, index)
+                self.places[id(param.full)] = GradientPlace(unit, gradients, index)
         self._num_watched = len(self.reducer.gradients)
 
     @property
@@ -72,13 +72,13 @@ class Backwards(StepState):
         if route in self._routes:
             self._routes.remove(route)
 
-    def _enter(self, call: Call) -> None:
+    def _enter(self, call: UnitCall) -> None:
         """Called before a backward comes into a call of a module."""
         self._ensure_backward()
         if torch.is_grad_enabled():
             self._graph = Graph.LIVE
             self._makes_graph = True
-        entered: Call | None = call
+        entered: UnitCall | None = call
         while entered is not None and (unit := entered.unit) is not None:
             if entered.model is self:
                 self._unshard(unit)

@@ -28,7 +28,7 @@ from mpitrain.torch_glue.torch_internals import node_number, nodes_made
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class GradientPlace(NamedTuple):
     """Where the gradient of a full parameter belongs: parameter `at` of `gradients`."""
 
     unit: Unit
@@ -40,7 +40,7 @@ class Model(Protocol):
     """A model whose modules are called. `places`: of its full parameters, by their `id`."""
 
     units: list[Unit]
-    places: dict[int, Place]
+    places: dict[int, GradientPlace]
 
 
 _MOST = 100_000
@@ -51,7 +51,7 @@ _FEW = 256
 """So many more calls than those kept may wait to be freed."""
 
 
-class Call:
+class UnitCall:
     """A call, which runs in a `with` statement, and the nodes that it has made.
 
     `writes`: the count of writes to the shards. `entry`: the part of the unit's module that was called, if not the whole.
@@ -63,7 +63,7 @@ class Call:
         self._model, self._unit, self.writes = weakref.ref(model), weakref.ref(unit), writes
         self._entry = None if entry is None else weakref.ref(entry)
         self.first, self.end = 0, 0
-        self.around: Call | None = None
+        self.around: UnitCall | None = None
         self.has_inner = False
 
     @property
@@ -93,7 +93,7 @@ class Call:
         _mine().current = self.around
         self.end = nodes_made()
 
-    def is_within(self, other: "Call") -> bool:
+    def is_within(self, other: "UnitCall") -> bool:
         """Whether this call is a part of another one."""
         around = self.around
         while around is not None and around is not other:
@@ -105,12 +105,12 @@ class _Calls:
     """The calls of one thread, in the order of their begins."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[UnitCall] = []
         self.firsts: list[int] = []
         self.num_kept = 0  # calls that were left when some were freed
-        self.current: Call | None = None  # the innermost call under way
+        self.current: UnitCall | None = None  # the innermost call under way
 
-    def add(self, call: Call) -> None:
+    def add(self, call: UnitCall) -> None:
         if not self.calls:
             _with_calls.append(self)
         if len(self.calls) >= _MOST:
@@ -118,10 +118,10 @@ class _Calls:
         self.calls.append(call)
         self.firsts.append(call.first)
 
-    def keep(self, calls: list[Call]) -> None:
+    def keep(self, calls: list[UnitCall]) -> None:
         self.calls, self.firsts, self.num_kept = calls, [call.first for call in calls], len(calls)
 
-    def find(self, number: int) -> Call | None:
+    def find(self, number: int) -> UnitCall | None:
         at = bisect_right(self.firsts, number)
         call = self.calls[at - 1] if at else None
         while call is not None and number >= call.end:
@@ -140,7 +140,7 @@ def _mine() -> _Calls:
     return mine
 
 
-def finder() -> Callable[[Any, Call | None], Call | None]:
+def finder() -> Callable[[Any, UnitCall | None], UnitCall | None]:
     """A function that returns the innermost call which has made a node, or None. Calls under way are not found. Its second argument
     is a guess.
 
@@ -149,7 +149,7 @@ def finder() -> Callable[[Any, Call | None], Call | None]:
     mine = _mine()
     of_threads = [mine, *(calls for calls in reversed(_with_calls) if calls is not mine)]
 
-    def find(node: Any, guess: Call | None) -> Call | None:
+    def find(node: Any, guess: UnitCall | None) -> UnitCall | None:
         number = node_number(node)
         if guess is not None and guess.first <= number < guess.end and not guess.has_inner:
             return guess
@@ -161,7 +161,7 @@ def finder() -> Callable[[Any, Call | None], Call | None]:
     return find
 
 
-def free_calls(model: Model, is_past: Callable[[Call], bool]) -> None:
+def free_calls(model: Model, is_past: Callable[[UnitCall], bool]) -> None:
     """Free the calls of a model of which `is_past` is true, and those of models that are gone, if there are many new calls."""
     for calls in _with_calls:
         # So each call is looked at a few times at most, however many others a frozen model has.

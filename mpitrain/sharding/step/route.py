@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from mpitrain.sharding.step.calls import Call, Model, finder
+from mpitrain.sharding.step.calls import Model, UnitCall, finder
 from mpitrain.sharding.unit.gradients import Gradients
 from mpitrain.sharding.unit.unit import Unit
 from mpitrain.torch_glue.torch_internals import leaf_of
@@ -31,16 +31,16 @@ class Route:
     """A backward through one model. `expected`: None if it is not known."""
 
     def __init__(self) -> None:
-        self.calls: set[Call] = set()  # those through which the backward goes
-        self.entries: dict[Any, Call] = {}
+        self.calls: set[UnitCall] = set()  # those through which the backward goes
+        self.entries: dict[Any, UnitCall] = {}
         self.exits: dict[Unit, set[Any]] = {}
         self.expected: Expected | None = None
         self._hooks: list[Any] = []
 
-    def begin(self, enter: Callable[[Call], None], leave: Callable[[Unit], None]) -> None:
+    def begin(self, enter: Callable[[UnitCall], None], leave: Callable[[Unit], None]) -> None:
         """Let the backward call `enter(call)` before it comes into a call, and `leave(unit)` when it has passed all exits of a unit."""
 
-        def entering(call: Call) -> Callable[[Any], None]:
+        def entering(call: UnitCall) -> Callable[[Any], None]:
             return lambda grads: enter(call)
 
         def leaving(unit: Unit, node: Any) -> Callable[[Any, Any], None]:
@@ -88,7 +88,7 @@ class _Walk:
     def __init__(self, inside: bool) -> None:
         self._inside = inside
         self._find = finder()
-        self._calls: dict[Any, Call | None] = {}  # of each node that was seen
+        self._calls: dict[Any, UnitCall | None] = {}  # of each node that was seen
         self.routes: dict[Model, Route] = {}
         self.leaves: list[torch.Tensor] = []
         self.hides = False
@@ -112,7 +112,7 @@ class _Walk:
                 if calls[target] is not call:
                     self._cross(node, target)
 
-    def _see(self, node: Any, before: Call | None, left: list[Any]) -> None:
+    def _see(self, node: Any, before: UnitCall | None, left: list[Any]) -> None:
         call = self._find(node, before)
         self._calls[node] = call
         if call is None or self._inside:

@@ -14,7 +14,7 @@ from mpitrain.placement.parts import stage_of
 from mpitrain.plans.draws import mark_places
 from mpitrain.sharding.ranks import DataParallelRanks, is_within
 from mpitrain.sharding.slices.buffers import SliceBuffers
-from mpitrain.sharding.step.calls import Call, Place, Reruns, free_calls
+from mpitrain.sharding.step.calls import GradientPlace, Reruns, UnitCall, free_calls
 from mpitrain.sharding.step.changes import Fence, FullWrites, Tree
 from mpitrain.sharding.step.checks.same_inputs import SameInputs
 from mpitrain.sharding.step.gathers import Gathers, Prefetch
@@ -68,7 +68,7 @@ class StepState:
         self._held: set[Unit] = set()  # units that stay full until `end_hold`
         self._running: set[Unit] = set()  # units whose modules' calls have not returned
         self._ran: set[Unit] = set()  # units whose modules ran in this forward, or in the last one
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, GradientPlace] = {}
         """Where the gradient of a full parameter belongs, by the `id` of the parameter."""
         self._routes: list[Route] = []  # of the backward under way, and of backwards within it
         self._reruns = Reruns()
@@ -143,7 +143,7 @@ class StepState:
         oldest = self._earlier_writes[0]
         free_calls(self, lambda it: it.writes < oldest or (it.writes < before and self._is_outdated(it)))
 
-    def _is_outdated(self, call: Call) -> bool:
+    def _is_outdated(self, call: UnitCall) -> bool:
         """Whether a parameter that the module of a call may have used was written since."""
         unit = call.unit
         if call.writes == self._writes or unit is None:

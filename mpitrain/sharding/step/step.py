@@ -37,9 +37,9 @@ from torch import nn
 from mpitrain.plans.draws import seeded_at_places
 from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.step.backward import Backwards
-from mpitrain.sharding.step.calls import Call, aligned, cast, tensors_in
+from mpitrain.sharding.step.calls import UnitCall, aligned, cast, tensors_in
 from mpitrain.sharding.step.checks.reach import check_error, check_graph, outside
-from mpitrain.sharding.step.checks.watch import Watch
+from mpitrain.sharding.step.checks.watch import AccessWatch
 from mpitrain.sharding.step.state import Graph, Phase
 from mpitrain.sharding.unit.unit import Unit, UnitState
 from mpitrain.torch_glue.torch_internals import in_backward
@@ -163,7 +163,7 @@ class TrainingStep(Backwards):
         """Unshard a unit, and run its module's own forward with the dtypes of the policy."""
         self._unshard(unit)
         is_recorded = torch.is_grad_enabled() and (is_outermost or not unit.lasts)
-        with Call(self, unit, self._writes, entry) if is_recorded else nullcontext():
+        with UnitCall(self, unit, self._writes, entry) if is_recorded else nullcontext():
             policy = unit.policy
             if policy.param_dtype is not None and policy.cast_forward_inputs:
                 args, kwargs = cast((args, kwargs), policy.param_dtype)
@@ -185,7 +185,7 @@ class TrainingStep(Backwards):
         if kind in self._watched:
             return nullcontext()
         self._watched.add(kind)
-        return Watch(self.units, self._tree.module)
+        return AccessWatch(self.units, self._tree.module)
 
     def begin_pass(self) -> None:
         """Called before the outermost forward: see [Note: fences] in changes.py. First cleans up after an earlier exception."""

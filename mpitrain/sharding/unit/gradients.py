@@ -17,7 +17,7 @@ from mpitrain.sharding.ranks import DataParallelRanks
 from mpitrain.sharding.slices.rounds import Slices
 from mpitrain.sharding.slices.sums import SliceSums
 from mpitrain.sharding.unit.grad_sums import ShardSums, WaitingSums
-from mpitrain.sharding.unit.layout import Layout
+from mpitrain.sharding.unit.layout import ShardLayout
 from mpitrain.sharding.unit.parameter import ShardedParameter
 from mpitrain.sharding.unit.policy import CPUOffloadPolicy
 
@@ -42,7 +42,7 @@ class Gradients:
     def __init__(
         self,
         params: Sequence[ShardedParameter],
-        layout: Layout,
+        layout: ShardLayout,
         ranks: DataParallelRanks,
         device: torch.device,
         dtype: torch.dtype,

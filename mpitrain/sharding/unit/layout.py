@@ -31,7 +31,7 @@ def rows_of(full: Any, box: ShardBox) -> Any:
 
 
 @dataclass(frozen=True)
-class Extent:
+class ParameterExtent:
     """One parameter in the flat buffer: elements `start`, ..., `start + numel - 1`, in rows of `row` elements along dimension `dim`."""
 
     shape: tuple[int, ...]
@@ -49,10 +49,10 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """Parameters of the given shapes in one buffer of `numel` elements; rank r's shard is `bounds[r]`, ..., `bounds[r + 1] - 1`."""
 
-    extents: tuple[Extent, ...]
+    extents: tuple[ParameterExtent, ...]
     numel: int
     bounds: tuple[int, ...]
 
@@ -88,11 +88,11 @@ class Layout:
             start=begin,
         )
 
-    def only(self, indices: Sequence[int]) -> "Layout":
+    def only(self, indices: Sequence[int]) -> "ShardLayout":
         """The layout of a buffer for only these parameters. Each rank has the same boxes of them as in this layout."""
         if len(indices) == len(self.extents):
             return self
-        extents: dict[int, Extent] = {}
+        extents: dict[int, ParameterExtent] = {}
         ends, cuts, end = list(self.bounds[1:-1]), [0], 0
         for index in sorted(indices, key=lambda i: self.extents[i].start):
             extent = self.extents[index]
@@ -100,10 +100,12 @@ class Layout:
             while ends and ends[0] < extent.stop:
                 cuts.append(moved.start + max(ends.pop(0) - extent.start, 0))
             end = moved.stop
-        return Layout(tuple(extents[index] for index in indices), end, (*cuts, *(end for _ in ends), end))
+        return ShardLayout(tuple(extents[index] for index in indices), end, (*cuts, *(end for _ in ends), end))
 
 
-def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = False, cut: Cut = "rows") -> Layout:
+def lay_out(
+    shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = False, cut: Cut = "rows"
+) -> ShardLayout:
     """Lay parameters of these shapes end to end and cut the buffer for `num_ranks` ranks.
 
     `equal`: into shards of one length, if that takes at most `MOST_PADDING` [Note: equal shards]. `cut`: the buffer is cut between
@@ -111,7 +113,7 @@ def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = 
     """
     if equal and cut == "rows" and shapes and num_ranks > 1 and (layout := _equal(shapes, num_ranks)) is not None:
         return layout
-    extents: list[Extent] = []
+    extents: list[ParameterExtent] = []
     end = 0
     for shape in shapes:
         extents.append(_extent_after(shape, end))
@@ -129,20 +131,20 @@ def lay_out(shapes: Sequence[tuple[int, ...]], num_ranks: int, *, equal: bool = 
         return near if near < extent.stop or index + 1 == len(extents) else extents[index + 1].start
 
     cuts = [nearest_cut(end * rank / num_ranks) for rank in range(1, num_ranks)] if extents else [0] * (num_ranks - 1)
-    return Layout(tuple(extents), end, (0, *cuts, end))
+    return ShardLayout(tuple(extents), end, (0, *cuts, end))
 
 
-def _extent_after(shape: Sequence[int], end: int, *, at_row: bool = False) -> Extent:
+def _extent_after(shape: Sequence[int], end: int, *, at_row: bool = False) -> ParameterExtent:
     """The extent of a parameter that follows element `end`; `at_row`: it begins at a multiple of its own row."""
     dim = row_dim(shape)
     row = max(prod(shape[dim + 1 :]), 1)
-    return Extent(tuple(shape), _next_multiple(end, lcm(ALIGN, row) if at_row else ALIGN), dim, row)
+    return ParameterExtent(tuple(shape), _next_multiple(end, lcm(ALIGN, row) if at_row else ALIGN), dim, row)
 
 
-def _equal(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout | None:
+def _equal(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> ShardLayout | None:
     """The shortest shards of one length [Note: equal shards]; None if they need too much padding."""
     rows = [_extent_after(shape, 0).row for shape in shapes]
-    extents: dict[int, Extent] = {}
+    extents: dict[int, ParameterExtent] = {}
     end = 0
     for index in sorted(range(len(shapes)), key=lambda i: -rows[i]):
         extents[index] = _extent_after(shapes[index], end, at_row=True)
@@ -158,11 +160,11 @@ def _equal(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout | None:
                 break
         else:
             bounds = tuple(rank * count for rank in range(num_ranks + 1))
-            return Layout(tuple(extents[index] for index in range(len(shapes))), num_ranks * count, bounds)
+            return ShardLayout(tuple(extents[index] for index in range(len(shapes))), num_ranks * count, bounds)
     return None
 
 
-def _next_cut(extents: Sequence[Extent], element: int) -> int:
+def _next_cut(extents: Sequence[ParameterExtent], element: int) -> int:
     """The first element, not before `element`, at which the buffer may be cut. `extents`: in the order of the buffer."""
     extent = extents[bisect_right(extents, element, key=lambda extent: extent.start) - 1]
     return element if element >= extent.stop else extent.start + _next_multiple(element - extent.start, extent.row)

@@ -32,7 +32,7 @@ _FD_CALLS = ("read", "write", "pread64", "pwrite64", "readv", "writev", "preadv2
 """Calls whose text in quotes is data."""
 
 
-class Call(NamedTuple):
+class SystemCall(NamedTuple):
     """One call: when, its name, and the path that it names or that its descriptor has."""
 
     time_s: float
@@ -125,7 +125,7 @@ def run_of(command: Sequence[str]) -> str:
     return "runs/default"
 
 
-def read(path: Path) -> Iterator[Call]:
+def read(path: Path) -> Iterator[SystemCall]:
     """The calls that strace has written to a file, those without a path left out."""
     with path.open(errors="replace") as file:
         for line in file:
@@ -136,10 +136,10 @@ def read(path: Path) -> Iterator[Call]:
             named = None if name in _FD_CALLS else _NAMED.search(line)
             folder = opened[1] if opened else ""
             target = os.path.join(folder, named[1]) if named and named[1] else folder
-            yield Call(float(call[1]), name, os.path.normpath(target) if target else "", line)
+            yield SystemCall(float(call[1]), name, os.path.normpath(target) if target else "", line)
 
 
-def before(calls: Sequence[Call], text: str) -> list[Call] | None:
+def before(calls: Sequence[SystemCall], text: str) -> list[SystemCall] | None:
     """The calls up to the first line of output that begins with the text; None: there is none."""
     if not text:
         return list(calls)
@@ -152,7 +152,7 @@ def before(calls: Sequence[Call], text: str) -> list[Call] | None:
     return None if end is None else list(calls[:end])
 
 
-def report(calls: Sequence[Call], folders: dict[str, str], given: argparse.Namespace) -> int:
+def report(calls: Sequence[SystemCall], folders: dict[str, str], given: argparse.Namespace) -> int:
     """Print how many calls each folder has; returns the exit code."""
     counts: Counter[str] = Counter()
     paths: Counter[tuple[str, str]] = Counter()

@@ -15,7 +15,7 @@ from collectives.shared.terminal import console
 from mpitrain.tools.bench.options import parse
 from mpitrain.tools.bench.plot import plot
 from mpitrain.tools.bench.report import tables
-from mpitrain.tools.bench.results import Case, Measured, TrainingLaunch
+from mpitrain.tools.bench.results import BenchCase, MeasuredCase, TrainingLaunch
 
 if TYPE_CHECKING:
     from mpitrain.tools.bench.model import TrainingSetup
@@ -64,7 +64,7 @@ def _measure(options: argparse.Namespace, comm: Communicator) -> TrainingLaunch:
         return replace(launch, measured=[_measured(options, case, setup, flops_per_s) for case in options.cases])
 
 
-def _measured(options: argparse.Namespace, case: Case, setup: "TrainingSetup", flops_per_s: float) -> Measured:
+def _measured(options: argparse.Namespace, case: BenchCase, setup: "TrainingSetup", flops_per_s: float) -> MeasuredCase:
     """Make the contestants of a case, measure and free them. ValueError on all ranks if there is only one and it cannot be made."""
     from mpitrain.tools.bench.memory import peaks, pss
     from mpitrain.tools.bench.models import MAKERS
@@ -83,4 +83,4 @@ def _measured(options: argparse.Namespace, case: Case, setup: "TrainingSetup", f
         model.close()
     models.clear()
     gc.collect()  # hooks and models refer to each other
-    return Measured(case, rows, skipped)
+    return MeasuredCase(case, rows, skipped)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from collectives.shared.arguments import add_json, add_plot, add_report, names_of
 from collectives.shared.terminal import positive
 from mpitrain.stages.schedules import SCHEDULES
-from mpitrain.tools.bench.results import Case
+from mpitrain.tools.bench.results import BenchCase
 
 OURS, TENSOR, SEQUENCE = "mpitrain", "tensor", "sequence"
 PIPELINES = tuple(SCHEDULES)
@@ -51,7 +51,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     given.contestants = [given.only] if given.only else [OURS, *given.peers]
     given.steps = given.steps or (OVERHEAD_STEPS if given.overhead else STEPS)
     shapes = given.shapes or [(given.width, given.layers, given.batch)]
-    given.cases = [Case(width, layers, given.heads, given.context, batch) for width, layers, batch in shapes]
+    given.cases = [BenchCase(width, layers, given.heads, given.context, batch) for width, layers, batch in shapes]
     for case in given.cases:
         try:
             case.config()

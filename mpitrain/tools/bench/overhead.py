@@ -13,7 +13,7 @@ from collectives.bench.kit.turns import Seconds, slowest, spread, take_turns
 from mpitrain.sharding import fully_shard
 from mpitrain.tools.bench.model import LEARNING_RATE, TrainingSetup
 from mpitrain.tools.bench.results import HookOverhead
-from mpitrain.tools.bench.timing import WARM_UP, StepClock
+from mpitrain.tools.bench.timing import WARM_UP, DeviceStepClock
 
 UNITS, WIDTH, BATCH = 200, 256, 32
 
@@ -28,7 +28,7 @@ class _Units(NamedTuple):
 
     def turn(self, round_: int) -> Seconds:
         self.setup.comm.barrier()
-        clock = StepClock(self.setup.device)
+        clock = DeviceStepClock(self.setup.device)
         self.model(self.x).square().mean().backward()
         clock.mark()
         self.optimizer.step()

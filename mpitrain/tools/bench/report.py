@@ -17,7 +17,7 @@ from rich.text import Text
 from collectives.bench.kit.launches import alike, median_known, median_ratio
 from collectives.shared.tables import new_table, plural
 from mpitrain.tools.bench.options import OURS, PEERS, PIPELINES, SEQUENCE, TENSOR
-from mpitrain.tools.bench.results import Case, HookOverhead, Phases, StepRow, TrainingLaunch
+from mpitrain.tools.bench.results import BenchCase, HookOverhead, Phases, StepRow, TrainingLaunch
 
 PHASES = {
     "forward": "forward_s", "backward": "backward_s", "comm": "comm_s", "optimizer": "optimizer_s", "other": "other_s",
@@ -31,12 +31,12 @@ LEGEND_OF_PIPELINES = (
 )
 
 
-def cases(launches: Sequence[TrainingLaunch]) -> list[Case]:
+def cases(launches: Sequence[TrainingLaunch]) -> list[BenchCase]:
     """All measured cases, each once."""
     return list(dict.fromkeys(part.case for launch in launches for part in launch.measured))
 
 
-def merged(launches: Sequence[TrainingLaunch], case: Case) -> list[StepRow]:
+def merged(launches: Sequence[TrainingLaunch], case: BenchCase) -> list[StepRow]:
     """A row for each contestant: ours first, then in the order of PEERS."""
     everything = [list(part.rows) for launch in launches for part in launch.measured if part.case == case]
     names = list(dict.fromkeys(row.name for rows in everything for row in rows))
@@ -44,7 +44,7 @@ def merged(launches: Sequence[TrainingLaunch], case: Case) -> list[StepRow]:
     return [_median_row(everything, name) for name in (*order, *(name for name in names if name not in order))]
 
 
-def ratio(launches: Sequence[TrainingLaunch], case: Case, name: str, ours: str = OURS) -> float | None:
+def ratio(launches: Sequence[TrainingLaunch], case: BenchCase, name: str, ours: str = OURS) -> float | None:
     """The median over the launches of the ratio of the step's time of `ours` to that of `name`; None if no launch has both."""
     measured = (part for launch in launches for part in launch.measured if part.case == case)
     return median_ratio([{row.name: row.step_s for row in part.rows} for part in measured], ours, name)
@@ -107,7 +107,7 @@ def overhead_line(found: Sequence[HookOverhead]) -> str:
     )
 
 
-def _table(group: Sequence[TrainingLaunch], case: Case) -> Table:
+def _table(group: Sequence[TrainingLaunch], case: BenchCase) -> Table:
     rows = merged(group, case)
     together = [part for launch in group for part in launch.measured if part.case == case and len(part.rows) > 1]
     title = f"{case}, medians of {len(together)} launches" if len(together) > 1 else str(case)

@@ -8,7 +8,7 @@ from mpitrain.models.sizes import GPTConfig, num_parameters
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """The model, and the batch of a rank's step: `batch` sequences of `context` tokens."""
 
     width: int
@@ -72,10 +72,10 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCase:
     """The rows of a case, ours first, and the contestants that were skipped and why."""
 
-    case: Case
+    case: BenchCase
     rows: Sequence[StepRow]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,5 +107,5 @@ class TrainingLaunch(Launch):
     dtype: str
     """The dtype of forward and backward."""
     steps: int
-    measured: Sequence[Measured] = ()
+    measured: Sequence[MeasuredCase] = ()
     overhead: HookOverhead | None = None

@@ -12,13 +12,13 @@ from collectives.bench.kit.turns import Seconds, Series, mean_rank, slowest, spr
 from mpitrain.models import flops_per_token
 from mpitrain.tools.bench.memory import PssSampler, state_bytes
 from mpitrain.tools.bench.model import TrainedModel, TrainingSetup
-from mpitrain.tools.bench.results import Case, Phases, StepRow
+from mpitrain.tools.bench.results import BenchCase, Phases, StepRow
 
 WARM_UP = 2  # steps that are not timed: the first allocates memory, the second is not steady yet
 SAMPLED = 3  # steps during which memory is sampled, before the timed ones
 
 
-class StepClock:
+class DeviceStepClock:
     """Marks between the parts of a step. On a GPU they are events in its stream, because a wait at each mark would end the overlap."""
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class StepClock:
 class TimedSteps:
     """A contestant (see collectives/bench/kit/turns.py): the steps of one model on tokens that are the same in every launch."""
 
-    def __init__(self, model: TrainedModel, case: Case, setup: TrainingSetup) -> None:
+    def __init__(self, model: TrainedModel, case: BenchCase, setup: TrainingSetup) -> None:
         self.model, self.setup = model, setup
         self.loss = 0.0
         self._shape, self._vocab = (case.batch, case.context + 1), case.config().vocab
@@ -66,7 +66,7 @@ class TimedSteps:
         tokens = torch.cat(of_ranks).to(self.setup.device)
         model = self.model
         self.setup.comm.barrier()
-        clock = StepClock(self.setup.device)
+        clock = DeviceStepClock(self.setup.device)
         before = model.communication_s() or 0.0
         loss = model.forward(tokens)
         after_forward = model.communication_s() or 0.0
@@ -90,7 +90,7 @@ class TimedSteps:
 
 
 def measure(
-    models: Mapping[str, TrainedModel], case: Case, setup: TrainingSetup, *, steps: int, flops_per_s: float
+    models: Mapping[str, TrainedModel], case: BenchCase, setup: TrainingSetup, *, steps: int, flops_per_s: float
 ) -> list[StepRow]:
     """Time the models in turn; the rows are the same on all ranks. Collective. `flops_per_s`: of a large matrix product, mean rank."""
     contestants = {name: TimedSteps(model, case, setup) for name, model in models.items()}
@@ -99,7 +99,7 @@ def measure(
     return [_row(name, timed, case, means, longest[name, "step"], flops_per_s) for name, timed in contestants.items()]
 
 
-def sampled_steps(model: TrainedModel, case: Case, setup: TrainingSetup) -> PssSampler:
+def sampled_steps(model: TrainedModel, case: BenchCase, setup: TrainingSetup) -> PssSampler:
     """Take some steps, and sample the memory meanwhile. Collective."""
     timed = TimedSteps(model, case, setup)
     with PssSampler() as sampler:
@@ -109,7 +109,7 @@ def sampled_steps(model: TrainedModel, case: Case, setup: TrainingSetup) -> PssS
 
 
 def _row(
-    name: str, timed: TimedSteps, case: Case, means: Series[str], seconds: np.ndarray, flops_per_s: float
+    name: str, timed: TimedSteps, case: BenchCase, means: Series[str], seconds: np.ndarray, flops_per_s: float
 ) -> StepRow:
     comm, model = timed.setup.comm, timed.model
     held = np.array([state_bytes(model.held())], np.int64)

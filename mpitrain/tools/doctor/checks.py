@@ -15,7 +15,7 @@ from mpitrain.tools.doctor.judges.packages import Aware, judge_gpu, judge_hdf5
 from mpitrain.tools.doctor.judges.ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
 
 
-class Options(NamedTuple):
+class DoctorOptions(NamedTuple):
     """What the user asked for. `older_than_s`: the age of copies that `clean` removes; `limit_s`: the most seconds of a check."""
 
     run: str
@@ -25,10 +25,10 @@ class Options(NamedTuple):
     limit_s: float
 
 
-class Job(NamedTuple):
+class CheckJob(NamedTuple):
     """The ranks that check. `comm`: None without MPI. `places`: the names of all ranks; `leaders`: the first rank of each host."""
 
-    options: Options
+    options: DoctorOptions
     comm: Communicator | None
     places: tuple[str, ...]
     leaders: tuple[int, ...]
@@ -56,7 +56,7 @@ class Check:
     name: str
     group: str
     on: Literal["rank", "host", "job"]
-    measure: Callable[[Job], Any]
+    measure: Callable[[CheckJob], Any]
     judge: Callable[[Mapping[str, Any]], list[Finding]]
     limit_s: float = 10.0
     remedy: str = "run the doctor on that host alone, and look at what the system logs (dmesg)"
@@ -76,7 +76,7 @@ class GpuFacts(NamedTuple):
     num_ranks: int
 
 
-def _gpu(its: Job) -> GpuFacts:
+def _gpu(its: CheckJob) -> GpuFacts:
     aware = None
     if its.comm is not None:
         from collectives.transports.gpu import cuda  # needs MPI
@@ -93,7 +93,7 @@ class MemoryFacts(NamedTuple):
     most: host.Most
 
 
-def _memory(its: Job) -> MemoryFacts:
+def _memory(its: CheckJob) -> MemoryFacts:
     settings, need = its.folder / "config.toml", packages.Need()
     if settings.exists() and its.comm is not None:
         need = packages.ask_need(settings, its.comm.size, its.comm.num_nodes)
@@ -105,7 +105,7 @@ def _first(judge: Callable[[Any], list[Finding]]) -> Callable[[Mapping[str, Any]
     return lambda facts: judge(next(iter(facts.values())))
 
 
-def _comm(its: Job) -> Communicator:
+def _comm(its: CheckJob) -> Communicator:
     assert its.comm is not None, "a check of the job needs MPI"
     return its.comm
 

@@ -21,9 +21,9 @@ from collectives.shared.units import parse_size
 from mpitrain.job.config import Config
 from mpitrain.job.elastic.copies.orphans import KEPT_S
 from mpitrain.tools.doctor.beforehand import LIMIT_S, Beforehand
-from mpitrain.tools.doctor.checks import CHECKS, Options
+from mpitrain.tools.doctor.checks import CHECKS, DoctorOptions
 from mpitrain.tools.doctor.findings import Finding, Level, exit_code, show, to_json
-from mpitrain.tools.doctor.watch import SIGNALS, Ended, Watch, end
+from mpitrain.tools.doctor.watch import SIGNALS, CheckWatch, EndedBySignal, end
 from mpitrain.tools.doctor.worker import Failed, bounded
 
 _CLEANING = "old files"
@@ -34,8 +34,8 @@ def main(words: Sequence[str]) -> int:
     options = _parse(words)
     rank = collectives.launched_rank()
     names = [_CLEANING] if options.clean else options.only or [check.name for check in CHECKS]
-    asked = Options(options.run, options.clean, options.older_than, options.disk_bytes, options.limit)
-    watch = Watch(asked, names, speaks=rank <= 0)
+    asked = DoctorOptions(options.run, options.clean, options.older_than, options.disk_bytes, options.limit)
+    watch = CheckWatch(asked, names, speaks=rank <= 0)
     for number in SIGNALS:
         signal.signal(number, end)
     beforehand = Beforehand(Path(options.run), max(rank, 0), launched_size())
@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
         if differs is not None:
             watch.add(differs)
         watch.check(with_mpi=differs is None and (rank >= 0 or not options.clean))
-    except Ended as error:
+    except EndedBySignal as error:
         if not watch.has_failed:
             watch.add(
                 Finding(Level.ERROR, watch.phase, f"ended by {error} from outside", "an end by itself", _LAUNCHER)
@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> int:
 def _is_reported(beforehand: Beforehand) -> bool:
     try:
         return beforehand.is_reported()
-    except Ended:  # rank 0 has ended
+    except EndedBySignal:  # rank 0 has ended
         return True
 
 
@@ -147,7 +147,7 @@ def _checks(text: str) -> list[str]:
     return [known[word] for word in words]
 
 
-def _where(watch: Watch) -> str:
+def _where(watch: CheckWatch) -> str:
     if watch.job is None:
         return f"this process on {os.uname().nodename}"
     size, nodes = watch.job

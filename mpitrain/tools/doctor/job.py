@@ -103,7 +103,7 @@ def node_work(comm: Communicator) -> NodeWork:
     return NodeWork(node.size, failure, node.reads_peers, ranks.peer_reads())
 
 
-class SharedFolder(NamedTuple):
+class SharedFolderCheck(NamedTuple):
     """Whether a host sees, within some seconds, a file that rank 0 wrote, and is refused a lock that rank 0 holds."""
 
     folder: str
@@ -111,7 +111,7 @@ class SharedFolder(NamedTuple):
     lock_is_seen: bool
 
 
-def shared_folder(comm: Communicator, folder: Path, *, is_leader: bool, max_s: float = 3.0) -> SharedFolder | None:
+def shared_folder(comm: Communicator, folder: Path, *, is_leader: bool, max_s: float = 3.0) -> SharedFolderCheck | None:
     """A value on the first rank of each host. Collective."""
     name, held = f".mpitrain-doctor-{secrets.token_hex(8)}", None
     name, place = comm.broadcast_object((name, existing(folder)))
@@ -138,4 +138,4 @@ def shared_folder(comm: Communicator, folder: Path, *, is_leader: bool, max_s: f
     if held is not None:
         held.close()
         path.unlink()
-    return SharedFolder(str(place), sees, locked) if is_leader else None
+    return SharedFolderCheck(str(place), sees, locked) if is_leader else None

@@ -55,7 +55,7 @@ def clock(comm: Communicator, leaders: Sequence[int]) -> Clock | None:
     return mine
 
 
-class Link(NamedTuple):
+class NetworkLink(NamedTuple):
     """The speed of messages from one rank to another."""
 
     source: str
@@ -64,19 +64,19 @@ class Link(NamedTuple):
     latency_s: float
 
 
-def links(comm: Communicator, leaders: Sequence[int], places: Sequence[str]) -> list[Link]:
+def links(comm: Communicator, leaders: Sequence[int], places: Sequence[str]) -> list[NetworkLink]:
     """The links between hosts, in a ring, then those between the first two ranks of each host. The same on all ranks. Collective."""
     rounds = [list(pairs) for pairs in ring_rounds(leaders)]
     firsts = comm.all_gather_object(comm.node.all_gather_object(comm.rank)[:2])
     rounds.append([(pair[0], pair[1]) for pair in map(tuple, {tuple(two): two for two in firsts}) if len(pair) == 2])
-    mine: list[Link] = []
+    mine: list[NetworkLink] = []
     for pairs in rounds:
         comm.barrier()
         for source, target in pairs:
             if comm.rank in (source, target):
                 speed, latency = _measure(comm.mpi, source, target)
                 if comm.rank == source:
-                    mine.append(Link(places[source], places[target], speed, latency))
+                    mine.append(NetworkLink(places[source], places[target], speed, latency))
     return [link for its in comm.all_gather_object(mine) for link in its]
 
 

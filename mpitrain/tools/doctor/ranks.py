@@ -92,7 +92,7 @@ def _wrong_folder(value: str) -> str:
     return ""
 
 
-class Limits(NamedTuple):
+class ProcessLimits(NamedTuple):
     """Limits of the processes on a host. -1: no limit. `memory`: the smallest one of the cgroups; `cpus`: the quota, 0 for none."""
 
     open_files: int
@@ -104,7 +104,7 @@ class Limits(NamedTuple):
     cpus: float
 
 
-def limits() -> Limits:
+def limits() -> ProcessLimits:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     info = {}
@@ -114,7 +114,7 @@ def limits() -> Limits:
             info[name] = int(rest.split()[0]) * 1024
     rdma = Path("/sys/class/infiniband")
     memory_limit = smallest_limit(groups_of())
-    return Limits(
+    return ProcessLimits(
         files,
         locked,
         rdma.is_dir() and any(rdma.iterdir()),

@@ -16,7 +16,7 @@ from typing import Any
 from collectives.launcher import ULFM_VARIABLE, environment_of_program, is_on
 from collectives.processes import stat_fields
 from collectives.programs import python
-from mpitrain.tools.doctor.checks import CHECKS, Options
+from mpitrain.tools.doctor.checks import CHECKS, DoctorOptions
 from mpitrain.tools.doctor.findings import Finding, Level
 from mpitrain.tools.doctor.job import PML
 from mpitrain.tools.doctor.worker import END, START
@@ -37,15 +37,15 @@ _MIXED = (
 _STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "waits in the kernel, often for a disk"}
 
 
-class Ended(BaseException):
+class EndedBySignal(BaseException):
     """The launcher or the user ends this process by a signal."""
 
 
 def end(number: int, frame: FrameType | None) -> None:
-    """Raise Ended: the handler of SIGNALS."""
+    """Raise EndedBySignal: the handler of SIGNALS."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)  # the report comes first
-    raise Ended(signal.Signals(number).name)
+    raise EndedBySignal(signal.Signals(number).name)
 
 
 def _state(pid: int) -> str:
@@ -53,10 +53,10 @@ def _state(pid: int) -> str:
     return (stat_fields(pid) or [""])[0]
 
 
-class Watch:
+class CheckWatch:
     """The child that checks, and what it has told. `speaks`: this process prints the report."""
 
-    def __init__(self, options: Options, names: Sequence[str], *, speaks: bool) -> None:
+    def __init__(self, options: DoctorOptions, names: Sequence[str], *, speaks: bool) -> None:
         self._options, self._left, self._speaks = options, list(names), speaks
         self.findings: list[Finding] = []
         self.facts: dict[str, dict[str, Any]] = {}
@@ -195,7 +195,7 @@ class Watch:
         if self._own is None or "expected a launcher" in self._own.found:
             return 0  # rank 0's exit code counts
         found = f"mpitrain doctor: rank {rank} on {os.uname().nodename}: {self._own.topic}: {self._own.found}"
-        with suppress(Ended):
+        with suppress(EndedBySignal):
             if not self._waits:
                 print(found, file=sys.stderr, flush=True)
             time.sleep(_GRACE_S if "PMIX_RANK" in os.environ else _HYDRA_GRACE_S)
@@ -205,7 +205,7 @@ class Watch:
     def end_children(self) -> None:
         """End the children that hang."""
         for child in self._children:
-            with suppress(subprocess.TimeoutExpired, Ended):  # a child in the kernel's sleep outlives this
+            with suppress(subprocess.TimeoutExpired, EndedBySignal):  # a child in the kernel's sleep outlives this
                 if child.poll() is None:
                     child.kill()
                     child.wait(1.0)

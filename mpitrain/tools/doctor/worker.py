@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import collectives
 from collectives.diagnosis.hangs import deadline
 from collectives.processes import end_with_parent
-from mpitrain.tools.doctor.checks import CHECKS, Check, Job, Options
+from mpitrain.tools.doctor.checks import CHECKS, Check, CheckJob, DoctorOptions
 from mpitrain.tools.doctor.findings import Finding, Level
 
 START, END = "start of MPI", "end of MPI"
@@ -75,7 +75,7 @@ def main(fd: int, work: dict[str, Any]) -> None:
     def tell(**message: Any) -> None:
         os.write(fd, json.dumps(message, default=str).encode() + b"\n")
 
-    options, comm = Options(*work["options"]), None
+    options, comm = DoctorOptions(*work["options"]), None
     if work["mpi"]:
         tell(begin=START, limit_s=_START_LIMIT_S)
         try:
@@ -112,11 +112,11 @@ def _world() -> collectives.Communicator:
     return comm
 
 
-def _job(options: Options, comm: collectives.Communicator | None) -> Job:
+def _job(options: DoctorOptions, comm: collectives.Communicator | None) -> CheckJob:
     """The names of all ranks. Hosts of one name get the number of their first rank."""
     name = os.uname().nodename
     if comm is None:
-        return Job(options, None, (f"rank 0 on {name}",), (0,))
+        return CheckJob(options, None, (f"rank 0 on {name}",), (0,))
     names = comm.all_gather_object(name)
     leader_of = {rank: ranks[0] for ranks in comm.nodes for rank in ranks}
     leaders = tuple(sorted(set(leader_of.values())))
@@ -126,7 +126,7 @@ def _job(options: Options, comm: collectives.Communicator | None) -> Job:
         for leader, host in zip(leaders, hosts, strict=True)
     ]
     places = tuple(f"rank {rank} on {unique[leaders.index(leader_of[rank])]}" for rank in range(comm.size))
-    return Job(options, comm, places, leaders)
+    return CheckJob(options, comm, places, leaders)
 
 
 def _meet(comm: collectives.Communicator) -> None:
@@ -136,7 +136,7 @@ def _meet(comm: collectives.Communicator) -> None:
         time.sleep(_NAP_S)
 
 
-def _measure(check: Check, job: Job, limit_s: float, tell: Callable[..., None]) -> dict[str, Any]:
+def _measure(check: Check, job: CheckJob, limit_s: float, tell: Callable[..., None]) -> dict[str, Any]:
     """The facts of all places, by name."""
     facts = None
     if check.on == "job":

@@ -8,13 +8,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mpitrain.job.record.machine.machine import Machine
-from mpitrain.tools.plan.kernels import Part, kernels_of
-from mpitrain.tools.plan.layout import Layout, Software
+from mpitrain.tools.plan.kernels import BlockPart, kernels_of
+from mpitrain.tools.plan.layout import RankLayout, Software
 from mpitrain.tools.plan.links import Sent, exchange, gather, group, reduce, scatter
 from mpitrain.tools.plan.transformer import Transformer
 
 
-class Block(NamedTuple):
+class BlockTimes(NamedTuple):
     """Seconds. `forward` and `backward` are without communication; `weights` is the part of `backward` for gradients of weights."""
 
     forward: float
@@ -50,8 +50,8 @@ def block(
     sequence: bool,
     recompute: str,
     is_cut: bool,
-) -> Block:
-    """The seconds of one block; the arguments are those fields of a `Layout` on which they depend."""
+) -> BlockTimes:
+    """The seconds of one block; the arguments are those fields of a `RankLayout` on which they depend."""
     kernels = kernels_of(machine, is_cut=is_cut)
     tokens = micro * model.context / context  # of this rank
     width, heads, head = model.width, model.heads / tensor, model.head_width
@@ -62,7 +62,7 @@ def block(
     up = kernels.product(tokens_of_experts, width, (2 if model.gated else 1) * inner)
     down = kernels.product(tokens_of_experts, inner, width)
     forward_products, backward_products = map(sum, zip(qkv, after, up, down, strict=True))
-    part = Part(tokens, tensor if sequence else 1, heads, inner)
+    part = BlockPart(tokens, tensor if sequence else 1, heads, inner)
     attention, streams = kernels.attention(model, software, part), kernels.elementwise(model, software, part)
     nbytes = tokens * width * machine.element_bytes
     in_tensor = _in_tensor(machine, software, nbytes, tensor, sequence).times(2)
@@ -83,7 +83,7 @@ def block(
         "block": forward - down[0] * skips_last + sent,
     }[recompute]
     backward = backward_products + attention[1] + streams[1]
-    return Block(forward, backward, backward_products / 2, again, in_tensor, around, to_experts)
+    return BlockTimes(forward, backward, backward_products / 2, again, in_tensor, around, to_experts)
 
 
 def _in_tensor(machine: Machine, software: Software, nbytes: float, tensor: int, sequence: bool) -> Sent:
@@ -107,7 +107,7 @@ def _context(
     return sent._replace(seconds=max(sent.seconds - hidden_by, first))
 
 
-def block_of(model: Transformer, machine: Machine, software: Software, layout: Layout) -> Block:
+def block_of(model: Transformer, machine: Machine, software: Software, layout: RankLayout) -> BlockTimes:
     """The seconds of one block in a layout."""
     return block(
         model,

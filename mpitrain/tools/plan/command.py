@@ -17,7 +17,7 @@ from mpitrain.tools.plan import report, settings
 from mpitrain.tools.plan.learning_rate import RULES, LearningRate, scaled
 from mpitrain.tools.plan.overhead import overhead_of
 from mpitrain.tools.plan.price import stage_times
-from mpitrain.tools.plan.search import Found, Job, search
+from mpitrain.tools.plan.search import PlanJob, SearchResult, search
 from mpitrain.tools.plan.simulation import command as simulation
 from mpitrain.tools.plan.simulation import draw, simulate
 from mpitrain.tools.plan.transformer import NAMED, find, in_settings
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     )
     model = find(options.model, options.context)
     lr = _learning_rate(options, options.batch * model.context)
-    found = search(Job(model, machine, layouts.NAMED[options.software], options.ranks, options.batch, fixed))
+    found = search(PlanJob(model, machine, layouts.NAMED[options.software], options.ranks, options.batch, fixed))
     if options.simulate:
         _simulate(options, found)
         return 0
@@ -160,7 +160,7 @@ def _learning_rate(options: Any, tokens_of_step: int) -> LearningRate | None:
     )
 
 
-def _simulate(options: argparse.Namespace, found: Found) -> None:
+def _simulate(options: argparse.Namespace, found: SearchResult) -> None:
     """Simulate a run by the best plan, and print or draw it."""
     plan = found.best
     if plan is None:
@@ -188,7 +188,7 @@ def _simulate(options: argparse.Namespace, found: Found) -> None:
         draw(outcome, options.plot)
 
 
-def _write(path: Path, found: Found, lr: LearningRate | None, *, is_quiet: bool) -> None:
+def _write(path: Path, found: SearchResult, lr: LearningRate | None, *, is_quiet: bool) -> None:
     if found.best is None:
         raise ValueError(f"plan: no layout fits that the trainer can run, so {path} was not written")
     path.write_text(settings.to_toml(found.best, lr), encoding="utf-8")

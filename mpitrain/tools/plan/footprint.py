@@ -6,7 +6,7 @@ For a run of this library on CPUs, `python -m mpitrain memory` counts the bytes 
 from functools import lru_cache
 
 from mpitrain.job.record.machine.machine import Machine
-from mpitrain.tools.plan.layout import Held, Layout, Software, candidates, rank_blocks, scheduled
+from mpitrain.tools.plan.layout import HeldParameters, RankLayout, Software, candidates, rank_blocks, scheduled
 from mpitrain.tools.plan.transformer import Transformer
 
 KINDS = {
@@ -20,7 +20,7 @@ KINDS = {
 """The kinds of memory."""
 
 
-def footprint(model: Transformer, machine: Machine, software: Software, layout: Layout) -> dict[str, float]:
+def footprint(model: Transformer, machine: Machine, software: Software, layout: RankLayout) -> dict[str, float]:
     """The bytes of the rank of a pipeline that needs most, by kind. ValueError for a schedule that is not defined for these numbers."""
     kept, again, logits = activations(model, machine, software, layout)
     chunks, blocks = layout.stages_per_rank, rank_blocks(model, software, layout)
@@ -44,7 +44,9 @@ def footprint(model: Transformer, machine: Machine, software: Software, layout: 
     return max(made, key=lambda one: sum(one.values()))
 
 
-def _states(machine: Machine, software: Software, layout: Layout, held: Held, blocks: int) -> dict[str, float]:
+def _states(
+    machine: Machine, software: Software, layout: RankLayout, held: HeldParameters, blocks: int
+) -> dict[str, float]:
     """Of a rank with these parameters and this number of blocks."""
     params, e, own = held.all, machine.element_bytes, held.own(layout)
     is_spread = layout.zero > 0 and layout.shards > 1
@@ -71,7 +73,9 @@ def _states(machine: Machine, software: Software, layout: Layout, held: Held, bl
     }
 
 
-def activations(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[float, float, float]:
+def activations(
+    model: Transformer, machine: Machine, software: Software, layout: RankLayout
+) -> tuple[float, float, float]:
     """Bytes of one micro-batch: those that one block keeps, those of a block that is computed again, and those of the logits."""
     return _activations(
         model, machine, software, layout.tensor, layout.context, layout.micro, layout.sequence, layout.recompute

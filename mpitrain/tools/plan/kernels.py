@@ -6,7 +6,7 @@ Pairs are of forward and backward. The two classes below have the same methods; 
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from mpitrain.job.record.machine.constants import Kernels as Constants
+from mpitrain.job.record.machine.constants import KernelConstants
 from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.layout import Software
 from mpitrain.tools.plan.transformer import Transformer
@@ -33,7 +33,7 @@ OPTIMIZER_BYTES = {2: 30, 4: 28}
 two moments, read; the last three and the parameter for the forward, written."""
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """What a rank computes of a block. Numbers of tokens are those of a micro-batch."""
 
     tokens: float
@@ -46,16 +46,16 @@ class Part(NamedTuple):
     """Of the feed-forward layer."""
 
 
-class Kernels(Protocol):
+class KernelTimes(Protocol):
     """Seconds of kernels."""
 
     def product(self, rows: float, inputs: float, outputs: float) -> Pair:
         """A linear layer."""
 
-    def attention(self, model: Transformer, software: Software, part: Part) -> Pair:
+    def attention(self, model: Transformer, software: Software, part: BlockPart) -> Pair:
         """The core of attention."""
 
-    def elementwise(self, model: Transformer, software: Software, part: Part) -> Pair:
+    def elementwise(self, model: Transformer, software: Software, part: BlockPart) -> Pair:
         """The other kernels of a block."""
 
     def ends(self, model: Transformer, tokens: float, tensor: int) -> Pair:
@@ -90,7 +90,7 @@ class OfLimits:
         nbytes = machine.element_bytes * (rows * inner + inner * columns + rows * columns)
         return count * (flops / (machine.flops * machine.efficiency.product) + nbytes / self._stream) + machine.launch_s
 
-    def attention(self, model: Transformer, software: Software, part: Part) -> Pair:
+    def attention(self, model: Transformer, software: Software, part: BlockPart) -> Pair:
         machine, keys, head = self._machine, model.context, model.head_width
         flops = 4 * part.tokens * keys * part.heads * head
         if software.fused_attention:
@@ -103,7 +103,7 @@ class OfLimits:
         scores = rows * keys * machine.element_bytes / self._stream
         return products + SCORES[0] * scores, 2 * products + SCORES[1] * scores
 
-    def elementwise(self, model: Transformer, software: Software, part: Part) -> Pair:
+    def elementwise(self, model: Transformer, software: Software, part: BlockPart) -> Pair:
         machine = self._machine
         between = part.tokens * model.width * machine.element_bytes / self._stream / part.sharers
         within = part.tokens * machine.element_bytes / self._stream
@@ -133,7 +133,7 @@ class OfMeasurements:
     """From the section [kernels] of a machine file. The constants are those of a GPT's kernels; other activations take as much longer
     as they read and write more."""
 
-    def __init__(self, machine: Machine, constants: Constants, *, is_cut: bool) -> None:
+    def __init__(self, machine: Machine, constants: KernelConstants, *, is_cut: bool) -> None:
         self._constants, self._is_cut = constants, is_cut
         self._copy_s = 2 * 4 / machine.memory_bandwidth
         """Of an fp32 number."""
@@ -141,10 +141,10 @@ class OfMeasurements:
     def product(self, rows: float, inputs: float, outputs: float) -> Pair:
         return self._constants.product_s(rows, inputs, outputs, is_cut=self._is_cut)
 
-    def attention(self, model: Transformer, software: Software, part: Part) -> Pair:
+    def attention(self, model: Transformer, software: Software, part: BlockPart) -> Pair:
         return self._constants.attention_s(part.tokens, model.context, part.heads * model.head_width)
 
-    def elementwise(self, model: Transformer, software: Software, part: Part) -> Pair:
+    def elementwise(self, model: Transformer, software: Software, part: BlockPart) -> Pair:
         of = self._constants
         act = SWIGLU if model.gated else GELU
         between, inner = part.tokens / part.sharers * model.width, part.tokens * part.inner * model.experts_per_token
@@ -173,7 +173,7 @@ class OfMeasurements:
 
 
 @lru_cache(maxsize=64)
-def kernels_of(machine: Machine, *, is_cut: bool) -> Kernels:
+def kernels_of(machine: Machine, *, is_cut: bool) -> KernelTimes:
     """The times of a machine. `is_cut`: layers are cut over ranks or in stages, which compute products by another library."""
     if machine.kernels is None:
         return OfLimits(machine)

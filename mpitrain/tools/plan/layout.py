@@ -1,4 +1,4 @@
-"""How a run is spread over ranks (`Layout`), and what its software does that changes the price (`Software`)."""
+"""How a run is spread over ranks (`RankLayout`), and what its software does that changes the price (`Software`)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from mpitrain.tools.plan.transformer import Transformer
 Recompute = Literal["none", "attention", "block"]
 
 
-class Layout(NamedTuple):
+class RankLayout(NamedTuple):
     """The degrees of each kind of parallelism, and the division of a batch. The ranks of `tensor` are neighbours, then those of
     `context`, then those of `data`; the stages of a pipeline are farthest apart."""
 
@@ -125,9 +125,9 @@ class Software:
     """The kinds of recomputation that it has."""
 
     lacks: tuple[str, ...] = ("context", "experts")
-    """Degrees that are estimated, although the program does not have them: fields of a `Layout`."""
+    """Degrees that are estimated, although the program does not have them: fields of a `RankLayout`."""
 
-    def overlaps(self, layout: Layout) -> bool:
+    def overlaps(self, layout: RankLayout) -> bool:
         """Whether reductions of gradients run beside the backward."""
         return self.overlaps_gradients and (layout.pipeline == 1 or self.overlaps_under_pipeline)
 
@@ -191,7 +191,7 @@ def scheduled(name: str, ranks: int, num_micro: int, stages_per_rank: int) -> Sc
     return SCHEDULES[name](ranks, num_micro, *([stages_per_rank] if name == "interleaved" else []))
 
 
-def stage_blocks(model: Transformer, software: Software, layout: Layout) -> tuple[int, ...]:
+def stage_blocks(model: Transformer, software: Software, layout: RankLayout) -> tuple[int, ...]:
     """The number of blocks of each stage of the pipeline. Programs that do not balance stages have as many blocks in all of them."""
     count = layout.pipeline * layout.stages_per_rank
     if not software.balances_stages:
@@ -207,7 +207,7 @@ def _dealt(layers: int, block: int, head: int, stages: int) -> tuple[int, ...]:
     return (0,) * (stages - len(divided)) + tuple(len(own) for own in divided)
 
 
-def rank_blocks(model: Transformer, software: Software, layout: Layout) -> tuple[int, ...]:
+def rank_blocks(model: Transformer, software: Software, layout: RankLayout) -> tuple[int, ...]:
     """The number of blocks of each rank of the pipeline. ValueError for a schedule that is not defined for these numbers."""
     if layout.pipeline == 1:
         return (model.layers,)
@@ -223,7 +223,7 @@ def _of_ranks(blocks: tuple[int, ...], name: str, ranks: int, num_micro: int, st
     return tuple(made)
 
 
-class Held(NamedTuple):
+class HeldParameters(NamedTuple):
     """Parameters of a rank, before ZeRO spreads them."""
 
     dense: float
@@ -235,14 +235,14 @@ class Held(NamedTuple):
     def all(self) -> float:
         return self.dense + self.experts
 
-    def own(self, layout: Layout) -> float:
+    def own(self, layout: RankLayout) -> float:
         """Those that one rank updates."""
         if not layout.zero:
             return self.all
         return self.dense / layout.shards + self.experts / layout.expert_shards
 
 
-def held(model: Transformer, layout: Layout, blocks: int, *, has_embedding: bool, has_head: bool) -> Held:
+def held(model: Transformer, layout: RankLayout, blocks: int, *, has_embedding: bool, has_head: bool) -> HeldParameters:
     """The parameters of a rank of a pipeline with this number of blocks. Tied embeddings are on the first and on the last stage."""
     router = model.experts * model.width if model.experts > 1 else 0
     feed_forward = model.experts * model.expert_matrices / layout.experts / layout.tensor
@@ -251,11 +251,11 @@ def held(model: Transformer, layout: Layout, blocks: int, *, has_embedding: bool
     dense = blocks * of_block + matrices * model.vocab * model.width / layout.tensor
     dense += has_embedding * model.positions * model.width
     if model.experts == 1:
-        return Held(dense + blocks * feed_forward, 0.0)
-    return Held(dense, blocks * feed_forward)
+        return HeldParameters(dense + blocks * feed_forward, 0.0)
+    return HeldParameters(dense, blocks * feed_forward)
 
 
-def candidates(model: Transformer, software: Software, layout: Layout) -> dict[int, Held]:
+def candidates(model: Transformer, software: Software, layout: RankLayout) -> dict[int, HeldParameters]:
     """Parameters of the ranks of a pipeline of which one holds most: the first, the one with most blocks, and that of the head."""
     blocks = rank_blocks(model, software, layout)
     last = 0
@@ -268,6 +268,6 @@ def candidates(model: Transformer, software: Software, layout: Layout) -> dict[i
     }
 
 
-def rank_parameters(model: Transformer, software: Software, layout: Layout) -> Held:
+def rank_parameters(model: Transformer, software: Software, layout: RankLayout) -> HeldParameters:
     """Parameters of the rank of a pipeline that has most."""
     return max(candidates(model, software, layout).values(), key=lambda of: of.all)

@@ -2,12 +2,12 @@
 
 from mpitrain.job.record.machine.constants import Overhead, Overheads
 from mpitrain.job.record.machine.machine import Machine
-from mpitrain.tools.plan.layout import Layout
+from mpitrain.tools.plan.layout import RankLayout
 
 NONE: Overhead = (0.0, 0.0, 0.0)
 
 
-def overhead_of(machine: Machine, layout: Layout) -> Overhead:
+def overhead_of(machine: Machine, layout: RankLayout) -> Overhead:
     """Seconds of a step, of a micro-batch (of a pipeline: on one stage), and of a block in a micro-batch, forward and backward."""
     of = machine.overheads
     if of is None:
@@ -26,7 +26,7 @@ def overhead_of(machine: Machine, layout: Layout) -> Overhead:
     return step, micro, block
 
 
-def again_overhead_s(machine: Machine, layout: Layout) -> float:
+def again_overhead_s(machine: Machine, layout: RankLayout) -> float:
     """Seconds of a block whose forward, or attention alone, is computed again.
 
     Half of a block's exchanges are those of the forward, and half of those are around attention.
@@ -40,7 +40,7 @@ def again_overhead_s(machine: Machine, layout: Layout) -> float:
     return of.block_again_s + share * _more(_of_tensor(of, layout), of.data)[2]
 
 
-def _of_tensor(of: Overheads, layout: Layout) -> Overhead:
+def _of_tensor(of: Overheads, layout: RankLayout) -> Overhead:
     return (of.sequence if layout.sequence else of.tensor) or of.data
 
 

@@ -10,7 +10,7 @@ from mpitrain.stages.schedules.schedule import Kind
 from mpitrain.stages.schedules.timeline import timeline
 from mpitrain.tools.plan.block import block_of, head_s
 from mpitrain.tools.plan.kernels import kernels_of
-from mpitrain.tools.plan.layout import Layout, Software, rank_blocks, rank_parameters, scheduled, stage_blocks
+from mpitrain.tools.plan.layout import RankLayout, Software, rank_blocks, rank_parameters, scheduled, stage_blocks
 from mpitrain.tools.plan.links import Sent, gather, group, message, reduce, scatter
 from mpitrain.tools.plan.overhead import again_overhead_s, overhead_of
 from mpitrain.tools.plan.transformer import Transformer
@@ -44,7 +44,7 @@ class Price(NamedTuple):
         return sum(self.seconds.values())
 
 
-def price(model: Transformer, machine: Machine, software: Software, layout: Layout) -> Price:
+def price(model: Transformer, machine: Machine, software: Software, layout: RankLayout) -> Price:
     """The price of a step. ValueError for a schedule that is not defined for these numbers."""
     made, (head_forward, head_backward) = block_of(model, machine, software, layout), _head(model, machine, layout)
     n, p = layout.num_micro, layout.pipeline
@@ -100,7 +100,7 @@ def price(model: Transformer, machine: Machine, software: Software, layout: Layo
     return Price(seconds, sent)
 
 
-def _head(model: Transformer, machine: Machine, layout: Layout) -> tuple[float, float]:
+def _head(model: Transformer, machine: Machine, layout: RankLayout) -> tuple[float, float]:
     return head_s(model, machine, layout.tensor, layout.context, layout.micro, layout.is_cut)
 
 
@@ -116,7 +116,7 @@ def busiest_stage(blocks: Sequence[int], stages_per_rank: int, head: float) -> t
     return most * (stages_per_rank - 1) + last, True
 
 
-def stage_times(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Times, ...]:
+def stage_times(model: Transformer, machine: Machine, software: Software, layout: RankLayout) -> tuple[Times, ...]:
     """Seconds of each stage for one micro-batch, and of one message. Blocks are dealt to stages as the program does."""
     of_head = _head(model, machine, layout)
     times = [_times(model, machine, software, layout, own) for own in stage_blocks(model, software, layout)]
@@ -131,7 +131,7 @@ def stage_times(model: Transformer, machine: Machine, software: Software, layout
 
 
 def _times(
-    model: Transformer, machine: Machine, software: Software, layout: Layout, blocks: float, *, stages: int = 1
+    model: Transformer, machine: Machine, software: Software, layout: RankLayout, blocks: float, *, stages: int = 1
 ) -> Times:
     """Seconds of `blocks` blocks for one micro-batch, and of one message. `stages`: those that have the blocks."""
     made = block_of(model, machine, software, layout)
@@ -151,7 +151,7 @@ _MOST_ACTIONS = 128
 
 
 def _waits(
-    model: Transformer, machine: Machine, software: Software, layout: Layout, sent_s: float
+    model: Transformer, machine: Machine, software: Software, layout: RankLayout, sent_s: float
 ) -> tuple[float, float]:
     """Seconds in which the busiest rank waits for other stages, and those that messages add. `sent_s`: of all messages of a rank."""
     schedule = scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank)
@@ -181,7 +181,7 @@ def _total(schedule: Schedule, times: tuple[Times, ...], message: float) -> floa
     ).total
 
 
-def _message(model: Transformer, machine: Machine, software: Software, layout: Layout) -> Sent:
+def _message(model: Transformer, machine: Machine, software: Software, layout: RankLayout) -> Sent:
     """The activations of a micro-batch, from one rank to the next stage."""
     nbytes = layout.micro * model.context / layout.context * model.width * machine.element_bytes
     within_node = layout.ranks <= machine.ranks_per_node
@@ -192,7 +192,7 @@ def _message(model: Transformer, machine: Machine, software: Software, layout: L
     return sent
 
 
-def _reductions(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, int]:
+def _reductions(model: Transformer, machine: Machine, software: Software, layout: RankLayout) -> tuple[Sent, int]:
     """The reductions of gradients of a step, and how often each gradient is reduced."""
     params, joins, parts = rank_parameters(model, software, layout), software.joins_adapters, _units(model, layout)
     sent = Sent()
@@ -217,7 +217,7 @@ def _reductions(model: Transformer, machine: Machine, software: Software, layout
     return sent.times(count), count
 
 
-def _other_gradients(model: Transformer, machine: Machine, software: Software, layout: Layout) -> float:
+def _other_gradients(model: Transformer, machine: Machine, software: Software, layout: RankLayout) -> float:
     """Seconds of moving gradients into the memory of reductions, and of adding those of several micro-batches."""
     params, n = rank_parameters(model, software, layout), layout.num_micro
     full, own = params.all, params.own(layout)
@@ -230,7 +230,7 @@ def _other_gradients(model: Transformer, machine: Machine, software: Software, l
     return kernels_of(machine, is_cut=layout.is_cut).gradients(full, own, moves=moves, adds=adds)
 
 
-def _gathers(model: Transformer, machine: Machine, software: Software, layout: Layout) -> tuple[Sent, int]:
+def _gathers(model: Transformer, machine: Machine, software: Software, layout: RankLayout) -> tuple[Sent, int]:
     """The gathers of parameters of a step, and how often each parameter is gathered.
 
     Before each forward and each backward in stage 3, unless ranks keep full parameters; else before each forward, or once a step.
@@ -253,6 +253,6 @@ def _gathers(model: Transformer, machine: Machine, software: Software, layout: L
     return sent.times(count), count
 
 
-def _units(model: Transformer, layout: Layout) -> int:
+def _units(model: Transformer, layout: RankLayout) -> int:
     """Parts in which a rank's parameters are gathered and their gradients reduced: blocks."""
     return max(1, math.ceil(model.layers / layout.pipeline))

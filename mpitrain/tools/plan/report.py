@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mpitrain.tools.plan.footprint import KINDS
-from mpitrain.tools.plan.layout import Layout
+from mpitrain.tools.plan.layout import RankLayout
 from mpitrain.tools.plan.learning_rate import RULES, LearningRate
 from mpitrain.tools.plan.price import CAUSES
-from mpitrain.tools.plan.search import Found, Plan
+from mpitrain.tools.plan.search import LayoutPlan, SearchResult
 
 
 class Reason(NamedTuple):
@@ -20,12 +20,12 @@ class Reason(NamedTuple):
     kind: str
     """The field of the layout."""
     value: str
-    plan: Plan
+    plan: LayoutPlan
     why: str
 
 
 def as_data(
-    found: Found, top: int, price: float | None, tokens: float | None, lr: LearningRate | None
+    found: SearchResult, top: int, price: float | None, tokens: float | None, lr: LearningRate | None
 ) -> dict[str, Any]:
     """The search for JSON: bytes, seconds, shares; the cost in the unit of `price`, which is that of one rank for an hour."""
     job, best = found.job, found.best
@@ -44,7 +44,7 @@ def as_data(
     }
 
 
-def _plan(plan: Plan, price: float | None, tokens: float | None) -> dict[str, Any]:
+def _plan(plan: LayoutPlan, price: float | None, tokens: float | None) -> dict[str, Any]:
     made: dict[str, Any] = {
         "layout": plan.layout._asdict(),
         "num_micro": plan.layout.num_micro,
@@ -67,7 +67,7 @@ def _plan(plan: Plan, price: float | None, tokens: float | None) -> dict[str, An
 
 
 def show(
-    console: Console, found: Found, top: int, price: float | None, tokens: float | None, lr: LearningRate | None
+    console: Console, found: SearchResult, top: int, price: float | None, tokens: float | None, lr: LearningRate | None
 ) -> None:
     """Print the fastest plans, what the best one takes, and why others lose."""
     job = found.job
@@ -96,7 +96,7 @@ def show(
     console.print(_others(found))
 
 
-def _show_none(console: Console, found: Found) -> None:
+def _show_none(console: Console, found: SearchResult) -> None:
     if found.fitting:
         console.print(f"\nNo layout that fits can be run: {found.job.software.name} lacks {found.fitting[0].lacks}.")
     else:
@@ -106,7 +106,7 @@ def _show_none(console: Console, found: Found) -> None:
         console.print(_memory(least))
 
 
-def _fastest(found: Found, top: int) -> Table:
+def _fastest(found: SearchResult, top: int) -> Table:
     table = Table(box=None, header_style="", pad_edge=False)
     table.add_column("step", justify="right", no_wrap=True)
     for heading in ("MFU", "memory", "tp", "pp", "cp", "ep", "dp", "copies", "ZeRO", "micro"):
@@ -125,21 +125,21 @@ def _fastest(found: Found, top: int) -> Table:
     return table
 
 
-def _lacking(found: Found, top: int) -> list[Plan]:
+def _lacking(found: SearchResult, top: int) -> list[LayoutPlan]:
     """The fastest layouts that the program lacks: at most three, and no slower than its own fastest `top`."""
     own = [plan for plan in found.fitting if not plan.lacks][:top]
     slowest = own[-1].step_s if own else math.inf
     return [plan for plan in found.fitting if plan.lacks and plan.step_s <= slowest][: min(top, 3)]
 
 
-def _details(plan: Plan) -> Table:
+def _details(plan: LayoutPlan) -> Table:
     """Seconds by cause, memory by kind and bytes by link, side by side."""
     table = Table(box=None, show_header=False, padding=(0, 4, 0, 0), pad_edge=False)
     table.add_row(_causes(plan), _memory(plan), _sent(plan))
     return table
 
 
-def _causes(plan: Plan) -> Table:
+def _causes(plan: LayoutPlan) -> Table:
     table = _small("seconds of a step", "")
     for cause in CAUSES:
         if (seconds := plan.price.seconds[cause]) > 0:
@@ -148,7 +148,7 @@ def _causes(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: LayoutPlan) -> Table:
     table = _small("memory of a rank")
     for kind in KINDS:
         if plan.footprint[kind] > 0:
@@ -157,7 +157,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _sent(plan: Plan) -> Table:
+def _sent(plan: LayoutPlan) -> Table:
     table = _small("a rank sends in a step", "in its node", "to others")
     for purpose, sent in plan.price.sent.items():
         if sent.node_bytes or sent.network_bytes:
@@ -175,7 +175,7 @@ def _small(title: str, *more: str) -> Table:
     return table
 
 
-def _show_totals(console: Console, plan: Plan, price: float | None, tokens: float | None) -> None:
+def _show_totals(console: Console, plan: LayoutPlan, price: float | None, tokens: float | None) -> None:
     console.print(f"{plan.tokens_per_s:,.0f} tokens/s, MFU {plan.mfu:.1%}")
     if price is not None:
         console.print(f"{plan.cost(1e9, price):,.2f} for a billion tokens, at {price:g} an hour for a rank")
@@ -184,7 +184,7 @@ def _show_totals(console: Console, plan: Plan, price: float | None, tokens: floa
         console.print(f"{plan.days(tokens):.3g} days for {tokens / 1e9:,.6g} billion tokens{cost}")
 
 
-def _others(found: Found) -> Table:
+def _others(found: SearchResult) -> Table:
     table = Table(box=None, header_style="", pad_edge=False)
     for heading in ("why others lose", "", ""):
         table.add_column(heading)
@@ -195,7 +195,7 @@ def _others(found: Found) -> Table:
     return table
 
 
-def told(plan: Plan) -> str:
+def told(plan: LayoutPlan) -> str:
     """A layout in words."""
     of = plan.layout
     parts = [str(of), f"ZeRO {of.zero}" if of.zero else "", _schedule(plan), f"{of.num_micro} x {of.micro} sequences"]
@@ -207,7 +207,7 @@ def told(plan: Plan) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _schedule(plan: Plan) -> str:
+def _schedule(plan: LayoutPlan) -> str:
     of = plan.layout
     if of.pipeline == 1:
         return ""
@@ -227,7 +227,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def reasons(found: Found) -> list[Reason]:
+def reasons(found: SearchResult) -> list[Reason]:
     """For each value of each field of a layout that the best plan does not have: what the best plan with this value lacks."""
     best = found.best
     if best is None:
@@ -235,10 +235,10 @@ def reasons(found: Found) -> list[Reason]:
     made = []
     for label, key in _KINDS.items():
         chosen = key(best.layout)
-        quickest: dict[Any, Plan] = {}
+        quickest: dict[Any, LayoutPlan] = {}
         for plan in sorted(found.fitting, key=lambda plan: plan.lacks != ""):  # a stable sort
             quickest.setdefault(key(plan.layout), plan)
-        smallest: dict[Any, Plan] = {}
+        smallest: dict[Any, LayoutPlan] = {}
         for plan in found.too_large:
             value = key(plan.layout)
             if value not in quickest and (value not in smallest or plan.nbytes < smallest[value].nbytes):
@@ -254,7 +254,7 @@ def reasons(found: Found) -> list[Reason]:
     return made
 
 
-def _slower(plan: Plan, best: Plan) -> str:
+def _slower(plan: LayoutPlan, best: LayoutPlan) -> str:
     """How much slower a plan is, and the causes that add most."""
     ratio = plan.step_s / best.step_s - 1
     lacks = f"; needs {plan.lacks}, which {plan.job.software.name} lacks" if plan.lacks else ""
@@ -270,7 +270,7 @@ def _slower(plan: Plan, best: Plan) -> str:
     return f"{ratio:.1%} slower" + (f": {said}" if said else "") + lacks
 
 
-_KINDS: dict[str, Callable[[Layout], Any]] = {
+_KINDS: dict[str, Callable[[RankLayout], Any]] = {
     "tensor": lambda layout: layout.tensor,
     "pipeline": lambda layout: layout.pipeline,
     "context": lambda layout: layout.context,

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.footprint import footprint
-from mpitrain.tools.plan.layout import Layout, Software, rank_blocks
+from mpitrain.tools.plan.layout import RankLayout, Software, rank_blocks
 from mpitrain.tools.plan.price import Price, price
 from mpitrain.tools.plan.transformer import Transformer
 
@@ -22,8 +22,8 @@ _LACKED = {"context": "context parallelism", "experts": "expert parallelism"}
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to be trained on what. `batch`: sequences of a step. `fixed`: fields of a `Layout` that have one value only.
+class PlanJob:
+    """What is to be trained on what. `batch`: sequences of a step. `fixed`: fields of a `RankLayout` that have one value only.
 
     Raises:
         ValueError: fewer than one rank or sequence.
@@ -53,11 +53,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """A layout with what it takes."""
 
-    job: Job
-    layout: Layout
+    job: PlanJob
+    layout: RankLayout
     footprint: dict[str, float]
 
     @cached_property
@@ -102,34 +102,34 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search. `fitting`: fastest first. `num_layouts`: all that were considered."""
 
-    job: Job
-    fitting: list[Plan]
-    too_large: list[Plan]
+    job: PlanJob
+    fitting: list[LayoutPlan]
+    too_large: list[LayoutPlan]
 
     @property
     def num_layouts(self) -> int:
         return len(self.fitting) + len(self.too_large)
 
     @property
-    def best(self) -> Plan | None:
+    def best(self) -> LayoutPlan | None:
         """The fastest that the program can run."""
         return next((plan for plan in self.fitting if not plan.lacks), None)
 
 
-def search(job: Job) -> Found:
+def search(job: PlanJob) -> SearchResult:
     """Consider all layouts that make sense.
 
     Raises:
         ValueError: no layout is possible at all.
     """
-    fitting: list[Plan] = []
-    too_large: list[Plan] = []
+    fitting: list[LayoutPlan] = []
+    too_large: list[LayoutPlan] = []
     for layout in layouts(job):
         try:
-            plan = Plan(job, layout, footprint(job.model, job.machine, job.software, layout))
+            plan = LayoutPlan(job, layout, footprint(job.model, job.machine, job.software, layout))
         except ValueError:  # the schedule is not defined for these numbers
             continue
         (too_large if plan.lacks_bytes > 0 else fitting).append(plan)
@@ -140,10 +140,10 @@ def search(job: Job) -> Found:
         )
     # Equal times: less memory first.
     fitting.sort(key=lambda plan: (plan.step_s, plan.nbytes))
-    return Found(job, fitting, too_large)
+    return SearchResult(job, fitting, too_large)
 
 
-def _why_none(job: Job) -> str:
+def _why_none(job: PlanJob) -> str:
     """Which option leaves no layout, and its possible values."""
     fixed = dict(job.fixed)
     if "schedule" in fixed and fixed.get("pipeline") == 1:
@@ -161,7 +161,7 @@ def _why_none(job: Job) -> str:
     )
 
 
-def _values(job: Job, name: str) -> list[Any]:
+def _values(job: PlanJob, name: str) -> list[Any]:
     """The values of a field in all layouts that are possible."""
     values = set()
     for layout in layouts(job):
@@ -170,7 +170,7 @@ def _values(job: Job, name: str) -> list[Any]:
     return sorted(values)
 
 
-def _is_defined(job: Job, layout: Layout) -> bool:
+def _is_defined(job: PlanJob, layout: RankLayout) -> bool:
     try:
         rank_blocks(job.model, job.software, layout)
     except ValueError:
@@ -178,7 +178,7 @@ def _is_defined(job: Job, layout: Layout) -> bool:
     return True
 
 
-def layouts(job: Job) -> Iterator[Layout]:
+def layouts(job: PlanJob) -> Iterator[RankLayout]:
     """All layouts that make sense, each once."""
     fixed = dict(job.fixed)
 
@@ -195,7 +195,7 @@ def layouts(job: Job) -> Iterator[Layout]:
                 for micro in of("micro", [m for m in _divisors(job.batch // data) if m <= MAX_MICRO]):
                     for schedule, chunks in _schedules(job, pipeline, job.batch // data // micro):
                         if of("schedule", [schedule]) and of("stages_per_rank", [chunks]):
-                            one = Layout(
+                            one = RankLayout(
                                 tensor=tensor,
                                 pipeline=pipeline,
                                 context=context,
@@ -209,7 +209,7 @@ def layouts(job: Job) -> Iterator[Layout]:
                             yield from _states(job, one, of)
 
 
-def _tensor_degrees(job: Job) -> list[int]:
+def _tensor_degrees(job: PlanJob) -> list[int]:
     model = job.model
     return [
         degree
@@ -222,12 +222,12 @@ def _tensor_degrees(job: Job) -> list[int]:
     ]
 
 
-def _context_degrees(job: Job, tensor: int, rest: int) -> list[int]:
+def _context_degrees(job: PlanJob, tensor: int, rest: int) -> list[int]:
     most = max(1, job.model.context // MIN_CONTEXT_TOKENS)
     return [degree for degree in _divisors(rest) if degree <= most and job.model.context % (degree * tensor) == 0]
 
 
-def _schedules(job: Job, pipeline: int, num_micro: int) -> Iterator[tuple[str, int]]:
+def _schedules(job: PlanJob, pipeline: int, num_micro: int) -> Iterator[tuple[str, int]]:
     if pipeline == 1:
         yield "1f1b", 1
         return
@@ -240,7 +240,7 @@ def _schedules(job: Job, pipeline: int, num_micro: int) -> Iterator[tuple[str, i
                 yield name, count
 
 
-def _states(job: Job, one: Layout, of: Callable[[str, list[Any]], list[Any]]) -> Iterator[Layout]:
+def _states(job: PlanJob, one: RankLayout, of: Callable[[str, list[Any]], list[Any]]) -> Iterator[RankLayout]:
     """The layouts that differ from `one` in what is kept where."""
     ranks, software = one.data * one.context, job.software
     expert_degrees = [e for e in _divisors(ranks) if job.model.experts % e == 0] if job.model.experts > 1 else [1]
@@ -254,7 +254,7 @@ def _states(job: Job, one: Layout, of: Callable[[str, list[Any]], list[Any]]) ->
                         )
 
 
-def _copies(job: Job, one: Layout, zero: int) -> list[int]:
+def _copies(job: PlanJob, one: RankLayout, zero: int) -> list[int]:
     """One copy over all ranks, or one copy on the ranks of each node."""
     ranks = one.data * one.context
     on_node = job.machine.ranks_per_node // one.tensor

@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 from mpitrain.job.record.machine.machine import Machine
-from mpitrain.tools.plan.layout import Layout
+from mpitrain.tools.plan.layout import RankLayout
 from mpitrain.tools.plan.learning_rate import LearningRate
-from mpitrain.tools.plan.search import Plan
+from mpitrain.tools.plan.search import LayoutPlan
 from mpitrain.tools.plan.transformer import in_settings
 
 
-def sections(plan: Plan, lr: LearningRate | None = None) -> dict[str, dict[str, Any]]:
+def sections(plan: LayoutPlan, lr: LearningRate | None = None) -> dict[str, dict[str, Any]]:
     """The settings of a run by this plan. `[model]` is there only if the trainer has the model.
 
     Raises:
@@ -29,7 +29,7 @@ def sections(plan: Plan, lr: LearningRate | None = None) -> dict[str, dict[str, 
     return made
 
 
-def parallel_section(layout: Layout, machine: Machine) -> dict[str, Any]:
+def parallel_section(layout: RankLayout, machine: Machine) -> dict[str, Any]:
     """The section `[parallel]` of a layout."""
     parallel: dict[str, Any] = {"stage": layout.zero, "copies": layout.copies, "tensor": layout.tensor}
     if layout.tensor > 1:
@@ -46,7 +46,7 @@ def parallel_section(layout: Layout, machine: Machine) -> dict[str, Any]:
     return parallel
 
 
-def to_toml(plan: Plan, lr: LearningRate | None = None) -> str:
+def to_toml(plan: LayoutPlan, lr: LearningRate | None = None) -> str:
     """The settings as TOML, with a comment that says what they are for."""
     job = plan.job
     head = [

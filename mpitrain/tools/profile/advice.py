@@ -12,9 +12,9 @@ from collectives.shared.tables import plural
 from mpitrain.job.config import Config, ConfigError, check_ranks, parse
 from mpitrain.job.record.machine.machine import Machine
 from mpitrain.tools.plan.footprint import footprint
-from mpitrain.tools.plan.layout import MPITRAIN, Layout
+from mpitrain.tools.plan.layout import MPITRAIN, RankLayout
 from mpitrain.tools.plan.price import price
-from mpitrain.tools.plan.search import Job, Plan, search
+from mpitrain.tools.plan.search import LayoutPlan, PlanJob, search
 from mpitrain.tools.plan.settings import parallel_section
 from mpitrain.tools.plan.transformer import Transformer, of_sizes
 from mpitrain.tools.profile.fitting import Figures, fitted, layout_of
@@ -109,9 +109,9 @@ def _is_possible(config: Config, num_ranks: int, advice: Advice) -> bool:
     return True
 
 
-def _other_layouts(model: Transformer, machine: Machine, layout: Layout, now_s: float) -> Iterable[Advice]:
+def _other_layouts(model: Transformer, machine: Machine, layout: RankLayout, now_s: float) -> Iterable[Advice]:
     """The best change of each one setting, and the best of all if it is better by more."""
-    job = Job(model, machine, MPITRAIN, layout.ranks, layout.batch, (("context", 1), ("experts", 1)))
+    job = PlanJob(model, machine, MPITRAIN, layout.ranks, layout.batch, (("context", 1), ("experts", 1)))
     try:
         fitting = search(job).fitting
     except ValueError:  # the batch is not a multiple of any number of data ranks: an elastic run
@@ -131,7 +131,7 @@ def _other_layouts(model: Transformer, machine: Machine, layout: Layout, now_s: 
             yield Advice(changed, gain, "together, the planner's best layout")
 
 
-def _changes(present: Mapping[str, Any], layout: Layout, machine: Machine) -> dict[str, Any]:
+def _changes(present: Mapping[str, Any], layout: RankLayout, machine: Machine) -> dict[str, Any]:
     """The settings that another layout needs."""
     wanted = _settings(layout, machine)
     if "parallel.stages_per_rank" in present:
@@ -143,7 +143,7 @@ def _changes(present: Mapping[str, Any], layout: Layout, machine: Machine) -> di
     return changed
 
 
-def _settings(layout: Layout, machine: Machine) -> dict[str, Any]:
+def _settings(layout: RankLayout, machine: Machine) -> dict[str, Any]:
     section = parallel_section(layout, machine)
     named = {f"parallel.{name}": value for name, value in section.items()}
     named.setdefault("parallel.schedule", "1f1b")
@@ -167,7 +167,7 @@ def _following(changed: Iterable[str]) -> set[str]:
     return set().union(*(_FOLLOW.get(name, set()) for name in changed))
 
 
-def _why(plan: Plan, before: Layout) -> str:
+def _why(plan: LayoutPlan, before: RankLayout) -> str:
     after = plan.layout
     if after.micro != before.micro and after.data == before.data:
         return f"micro-batches of {after.micro} sequences in place of {before.micro}"
@@ -176,7 +176,7 @@ def _why(plan: Plan, before: Layout) -> str:
     return ""
 
 
-def _larger_batches(config: Config, model: Transformer, machine: Machine, layout: Layout) -> Iterable[Advice]:
+def _larger_batches(config: Config, model: Transformer, machine: Machine, layout: RankLayout) -> Iterable[Advice]:
     """Twice the batch, in larger micro-batches or in more of them, where a token costs less then."""
     now_s = _step_s(config, model, machine, layout)
     twice = layout._replace(batch=2 * layout.batch)
@@ -190,13 +190,13 @@ def _larger_batches(config: Config, model: Transformer, machine: Machine, layout
             yield Advice(settings, gain, "other mathematics: the batch is larger")
 
 
-def _step_s(config: Config, model: Transformer, machine: Machine, layout: Layout) -> float:
+def _step_s(config: Config, model: Transformer, machine: Machine, layout: RankLayout) -> float:
     """The price of a step. The layouts of the planner gather again in the backward."""
     saved_s = 0.0 if config.parallel.reshard_after_forward else _saved_by_keeping(model, machine, layout)
     return price(model, machine, MPITRAIN, layout).step_s - saved_s
 
 
-def _saved_by_keeping(model: Transformer, machine: Machine, layout: Layout) -> float:
+def _saved_by_keeping(model: Transformer, machine: Machine, layout: RankLayout) -> float:
     """Seconds that full parameters save which stay between forward and backward: they are gathered as often as in stage 2."""
     if layout.zero != 3 or layout.resident:
         return 0.0
@@ -204,7 +204,7 @@ def _saved_by_keeping(model: Transformer, machine: Machine, layout: Layout) -> f
     return max(twice - once, 0.0)
 
 
-def _fits(model: Transformer, machine: Machine, layout: Layout) -> bool:
+def _fits(model: Transformer, machine: Machine, layout: RankLayout) -> bool:
     """Whether the memory has room. Blocks that keep their parameters need as much as in stage 2."""
-    job = Job(model, machine, MPITRAIN, layout.ranks, layout.batch)
-    return Plan(job, layout, footprint(model, machine, MPITRAIN, layout)).lacks_bytes <= 0
+    job = PlanJob(model, machine, MPITRAIN, layout.ranks, layout.batch)
+    return LayoutPlan(job, layout, footprint(model, machine, MPITRAIN, layout)).lacks_bytes <= 0

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from mpitrain.tools.profile.places import GRADIENTS, OTHER, PASSES, STAGES, Place, Times
+from mpitrain.tools.profile.places import GRADIENTS, OTHER, PASSES, STAGES, Place, PlaceTimes
 
 
 class Communicated(NamedTuple):
@@ -92,10 +92,10 @@ class PlaceClock:
         self._end((name, kind))
         self._within.pop()
 
-    def end(self) -> Times:
+    def end(self) -> PlaceTimes:
         """The step ends."""
         self._end(OTHER)
-        times = Times(defaultdict(float), defaultdict(float))
+        times = PlaceTimes(defaultdict(float), defaultdict(float))
         for earlier, mark in zip(self._marks, self._marks[1:], strict=False):
             of_layers, of_stages = (
                 now - before for now, before in zip(mark.communicated, earlier.communicated, strict=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mpitrain.job.config import Config
 from mpitrain.job.record.machine.machine import Efficiency, Machine
-from mpitrain.tools.plan.layout import MPITRAIN, Layout
+from mpitrain.tools.plan.layout import MPITRAIN, RankLayout
 from mpitrain.tools.plan.price import Price, price
 from mpitrain.tools.plan.transformer import Transformer
 from mpitrain.tools.profile.parts import LAYERS, Parts
@@ -50,12 +50,12 @@ def figures_of(parts: Parts, flops_per_s: float, num_nodes: int, *, is_cpu: bool
     )
 
 
-def layout_of(config: Config, num_ranks: int, machine: Machine) -> Layout:
+def layout_of(config: Config, num_ranks: int, machine: Machine) -> RankLayout:
     """The layout of a run's settings."""
     parallel, train = config.parallel, config.train
     data = num_ranks // (parallel.tensor * parallel.pipeline)
     is_two = {"zb-v", "dualpipe-v"} & {parallel.schedule}
-    return Layout(
+    return RankLayout(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         data=data,

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpitrain.job.record.layer_ranges import layers_of
 from mpitrain.job.train.hardware import memory_bytes
 from mpitrain.sharding.unit.unit import units_of
-from mpitrain.tools.profile.memory_kinds import KINDS, Held
+from mpitrain.tools.profile.memory_kinds import KINDS, HeldMemory
 
 
 class Snapshot:
@@ -44,7 +44,7 @@ class Snapshot:
         )  # their bytes by layer: now, and when their sum was largest
         self._gradients: dict[str, int] = {}
         self._peak, self._where, self._moment = 0, _BETWEEN, _BETWEEN
-        self.held = Held({}, {}, 0, _BETWEEN)
+        self.held = HeldMemory({}, {}, 0, _BETWEEN)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -77,7 +77,7 @@ class Snapshot:
             "process": self._process,
             "other": max(self._peak - known, 0),
         }
-        self.held = Held(layers, others, self._peak, self._moment)
+        self.held = HeldMemory(layers, others, self._peak, self._moment)
 
     def enter(self, layer: str, kind: str) -> None:
         """A layer begins."""

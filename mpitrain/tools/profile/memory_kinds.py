@@ -17,7 +17,7 @@ OTHERS = {
 """What else a rank holds at the peak."""
 
 
-class Held(NamedTuple):
+class HeldMemory(NamedTuple):
     """Bytes on one rank in a step."""
 
     layers: dict[str, dict[str, int]]

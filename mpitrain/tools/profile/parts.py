@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from mpitrain.tools.profile.places import BLOCK, GRADIENTS, OTHER, STAGES, Place, Times
+from mpitrain.tools.profile.places import BLOCK, GRADIENTS, OTHER, STAGES, Place, PlaceTimes
 
 KINDS = {
     "forward": "computes the outputs",
@@ -102,7 +102,7 @@ def _sums(num_ranks: int, rows: Iterable[Sequence[float]]) -> Seconds:
 
 
 def parts_of(
-    steps: Sequence[Sequence[Times]],
+    steps: Sequence[Sequence[PlaceTimes]],
     stages: Sequence[int],
     cpu: Sequence[Sequence[tuple[float, float]]] = (),
     hidden: Sequence[Sequence[float]] = (),

@@ -16,7 +16,7 @@ GRADIENTS: Place = ("gradients", "")
 STAGES: Place = ("other stages", "")
 
 
-class Times(NamedTuple):
+class PlaceTimes(NamedTuple):
     """Seconds of one step by place."""
 
     computed: defaultdict[Place, float]

@@ -22,7 +22,7 @@ from mpitrain.job.record.parsing.lines import ERRORS, MOST_FIGURE
 from mpitrain.tools.profile.advice import Advised, advised
 from mpitrain.tools.profile.fitting import Figures, figures_of
 from mpitrain.tools.profile.memory_kinds import KINDS as MEMORY_KINDS
-from mpitrain.tools.profile.memory_kinds import Held
+from mpitrain.tools.profile.memory_kinds import HeldMemory
 from mpitrain.tools.profile.parts import KINDS, LAYERS, Parts
 from mpitrain.tools.profile.sentences import sentences
 from mpitrain.tools.profile.table import of_layers, of_memory, of_ranks
@@ -128,7 +128,7 @@ def _saved(path: Path) -> Iterator[RenderableType]:
     try:
         saved = msgspec.json.decode(read(path, most_bytes=_MOST_BYTES), type=_Saved)
         saved.check()
-        held = [Held(**msgspec.structs.asdict(each)) for each in saved.memory]
+        held = [HeldMemory(**msgspec.structs.asdict(each)) for each in saved.memory]
         yield of_layers(saved.parts, every_block=False, of=f"{path.name}: ")
         yield of_memory(held, every_block=False)
     except OSError as error:

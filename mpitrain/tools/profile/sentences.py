@@ -6,7 +6,7 @@ from statistics import fmean
 import numpy as np
 
 from collectives.diagnosis.record import shown_ranks
-from mpitrain.job.record.stragglers import Spent, slow_on_average
+from mpitrain.job.record.stragglers import RankTimes, slow_on_average
 from mpitrain.tools.profile.parts import LAYERS, Parts
 from mpitrain.tools.profile.stage_waits import StageWaits
 
@@ -31,7 +31,9 @@ def _slow_ranks(parts: Parts) -> Iterator[str]:
     if not parts.cpu or not parts.delay:
         return
     work = [sum(parts.of_kind(kind)[rank] for kind in _WORK) for rank in range(parts.num_ranks)]
-    spent = Spent(*map(np.array, (work, parts.of("data", "own work"), parts.cpu, parts.delay, [1.0] * parts.num_ranks)))
+    spent = RankTimes(
+        *map(np.array, (work, parts.of("data", "own work"), parts.cpu, parts.delay, [1.0] * parts.num_ranks))
+    )
     for slow in slow_on_average(parts.stages, spent):
         yield f"Rank {slow.rank} takes {slow.factor:.2f} times as long as the other ranks: {slow.words}."
 

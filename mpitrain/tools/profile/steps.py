@@ -19,13 +19,13 @@ from mpitrain.job.record.machine.memory import own_bytes
 from mpitrain.job.train.hardware import memory_of_rank
 from mpitrain.job.train.passes import StagedPasses
 from mpitrain.job.train.trainer import Trainer
-from mpitrain.optim.norms import Spent
+from mpitrain.optim.norms import NormTime
 from mpitrain.placement.rank0 import on_rank0
 from mpitrain.stages.schedules import Action
 from mpitrain.tools.profile.clock import Communicated, PlaceClock, instants
 from mpitrain.tools.profile.memory import Snapshot
-from mpitrain.tools.profile.memory_kinds import Held
-from mpitrain.tools.profile.places import PASSES, Place, Times
+from mpitrain.tools.profile.memory_kinds import HeldMemory
+from mpitrain.tools.profile.places import PASSES, Place, PlaceTimes
 from mpitrain.tools.profile.stage_waits import StageWaits
 
 
@@ -34,13 +34,13 @@ class RankSteps(NamedTuple):
 
     stage: int
     """Its number in the pipeline."""
-    times: Sequence[Times]
+    times: Sequence[PlaceTimes]
     losses: Sequence[float]
     hidden: Sequence[float]
     """Seconds of communication while this rank computed, of each step."""
     cpu: Sequence[tuple[float, float]]
     """CPU time of the thread that trains, and the time that it was ready and had no core, in each step."""
-    held: Held
+    held: HeldMemory
     """Its memory at the peak of one more step."""
     own_flops_per_s: float
     """Of a large matrix product, the mean of the ranks."""
@@ -98,7 +98,7 @@ class _ProfiledTrainer(Trainer):
     def communicated(self) -> Communicated:
         """So far, but for what the profiler counts itself."""
         of_stages = self.passes.communication_s()
-        return Communicated(self._communication.seconds() - Spent.seconds - of_stages, of_stages)
+        return Communicated(self._communication.seconds() - NormTime.seconds - of_stages, of_stages)
 
     def save(self) -> None:
         """Nothing: the run is for its times."""
@@ -116,7 +116,7 @@ class _Profiler:
         self._recorded_s = 0.0  # of communication that does not count itself
         self._clock, self._cpu_clock = PlaceClock(instants(device), self._communicated), CpuClock()
         self._snapshot = Snapshot(trainer.model, trainer.optimizer, device, process_bytes=process_bytes)
-        self._times: list[Times] = []
+        self._times: list[PlaceTimes] = []
         self._losses: list[float] = []
         self._hidden: list[float] = []
         self._cpu: list[tuple[float, float]] = []

@@ -10,14 +10,14 @@ from rich.table import Table
 from collectives.shared.tables import new_table, plural
 from collectives.texts import shown
 from mpitrain.tools.profile.memory_kinds import KINDS as MEMORY_KINDS
-from mpitrain.tools.profile.memory_kinds import Held
+from mpitrain.tools.profile.memory_kinds import HeldMemory
 from mpitrain.tools.profile.parts import KINDS, LAYERS, Parts
 from mpitrain.tools.profile.places import BLOCK
 
 _MOST_COLUMNS = 8  # ranks that have a column each
 
 
-def tables(parts: Parts, held: Sequence[Held], *, every_block: bool) -> Iterator[RenderableType]:
+def tables(parts: Parts, held: Sequence[HeldMemory], *, every_block: bool) -> Iterator[RenderableType]:
     """Of the layers, of the ranks if there are several, and of the memory. `held`: of each rank."""
     yield of_layers(parts, every_block=every_block)
     if parts.num_ranks > 1:
@@ -99,7 +99,7 @@ def of_ranks(parts: Parts) -> Table:
     return table
 
 
-def of_memory(held: Sequence[Held], *, every_block: bool) -> Table:
+def of_memory(held: Sequence[HeldMemory], *, every_block: bool) -> Table:
     """The memory of the rank that has most, at its peak."""
     rank = max(range(len(held)), key=lambda rank: held[rank].peak)
     of = held[rank]

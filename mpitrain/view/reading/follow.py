@@ -20,7 +20,7 @@ class News(NamedTuple):
     has_more: bool
     """The file has more lines already."""
     num_damaged: int = 0
-    """Lines that were left out: see `Block`."""
+    """Lines that were left out: see `LineBlock`."""
 
 
 class Follower:

@@ -68,7 +68,7 @@ class Cells(NamedTuple):
     values: Array
 
 
-class Spread(NamedTuple):
+class RankSpread(NamedTuple):
     """The least, the median and the largest value of the ranks in each bucket, and the rank that has the largest. (m,) each."""
 
     axis: Axis
@@ -85,7 +85,7 @@ class PanelFigure(NamedTuple):
     label: str
     unit: str
     cells: Cells | None
-    spread: Spread | None
+    spread: RankSpread | None
     is_log: bool = False
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpitrain.view.report.charts import Array, Axis, Cells, Chart, Panel, PanelFigure, Spread, colour_limits
+from mpitrain.view.report.charts import Array, Axis, Cells, Chart, Panel, PanelFigure, RankSpread, colour_limits
 
 EXACT_CELLS = 2000
 """A heat map of up to so many cells has them as floats; others as bytes between two limits."""
@@ -90,7 +90,7 @@ def _figure_data(figure: PanelFigure, arrays: Arrays) -> dict[str, Any]:
     return data
 
 
-def _is_exact(cells: Cells, spread: Spread) -> bool:
+def _is_exact(cells: Cells, spread: RankSpread) -> bool:
     return cells.values.size <= EXACT_CELLS and len(cells.axis.step) == len(spread.axis.step)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from mpitrain.job.record.files.ranks import busy_s
 from mpitrain.view.reading.run import LAYER_KINDS, RunRecord
 from mpitrain.view.reading.tables import Table
-from mpitrain.view.report.charts import Array, Buckets, Cells, Panel, PanelFigure, Spread, scale
+from mpitrain.view.report.charts import Array, Buckets, Cells, Panel, PanelFigure, RankSpread, scale
 from mpitrain.view.report.time_axis import TimeAxis
 
 MOST_CELLS = 75_000
@@ -158,9 +158,9 @@ def _order(values: Array) -> tuple[Array, Array, Array, Array]:
     return low, median, high, worst
 
 
-def _spread(table: Table, low: Array, median: Array, high: Array, worst: Array, grids: _Grids) -> Spread:
+def _spread(table: Table, low: Array, median: Array, high: Array, worst: Array, grids: _Grids) -> RankSpread:
     buckets = grids.buckets(table, SPREAD_POINTS)
-    return Spread(
+    return RankSpread(
         buckets.axis, buckets.low(low), buckets.mean(median), buckets.high(high), buckets.at_high(worst, of=high)
     )
 

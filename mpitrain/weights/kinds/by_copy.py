@@ -16,7 +16,7 @@ from torch import nn
 
 import ckpt
 from mpitrain.sharding import DiLoCo
-from mpitrain.weights.held import Held, HeldByCopy
+from mpitrain.weights.held import HeldByCopy, HeldTensors
 from mpitrain.weights.kinds.kind import There
 
 
@@ -43,7 +43,7 @@ class SavedCopies:
         return {"diloco": self._diloco.state_dict()}
 
     def tensors(self) -> dict[str, Any]:
-        diloco, held = self._diloco, Held(self._model, is_saved=True)
+        diloco, held = self._diloco, HeldTensors(self._model, is_saved=True)
         if not diloco.is_local:
             return {}
         params, num, copy = diloco.params, diloco.num_copies, diloco.copy
@@ -59,7 +59,7 @@ class SavedCopies:
         return found
 
     def room(self, there: There) -> dict[str, Any]:
-        held, params = Held(self._model, is_saved=False), self._diloco.params
+        held, params = HeldTensors(self._model, is_saved=False), self._diloco.params
         found: dict[str, Any] = {}
         for name, value in self._diloco.momentum.items():
             if f"outer_momentum/{name}" in there.tensors:

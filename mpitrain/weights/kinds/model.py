@@ -9,7 +9,7 @@ from torch import nn
 from mpitrain.sharding import EMA
 from mpitrain.sharding.unit.unit import diloco_of
 from mpitrain.weights.extra_state import is_extra_state
-from mpitrain.weights.held import Held
+from mpitrain.weights.held import HeldTensors
 from mpitrain.weights.kinds.kind import There
 
 
@@ -27,7 +27,7 @@ class SavedModel:
         return {}
 
     def room(self, there: There) -> dict[str, Any]:
-        found, held = self._held(is_saved=False), Held(self._model, is_saved=False)
+        found, held = self._held(is_saved=False), HeldTensors(self._model, is_saved=False)
         params = dict(self._model.named_parameters(remove_duplicate=False))
         for name, average in ({} if self._ema is None else self._ema.tensors).items():
             stored = there.tensors.get(f"ema/{name}") if self._names is None or name in self._names else None
@@ -44,7 +44,7 @@ class SavedModel:
         self._narrow.clear()
 
     def _held(self, *, is_saved: bool) -> dict[str, Any]:
-        held, diloco = Held(self._model, is_saved=is_saved), diloco_of(self._model)
+        held, diloco = HeldTensors(self._model, is_saved=is_saved), diloco_of(self._model)
         outer = {} if diloco is None else diloco.outer
         params = dict(self._model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}

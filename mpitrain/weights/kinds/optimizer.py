@@ -16,7 +16,7 @@ from ckpt.ranks import ranks_of
 from ckpt.storage.local import in_a_line
 from collectives import Communicator
 from mpitrain.sharding.unit.unit import params_by_shard
-from mpitrain.weights.held import Held
+from mpitrain.weights.held import HeldTensors
 from mpitrain.weights.kinds.by_copy import SavedCopies
 from mpitrain.weights.kinds.groups import SavedGroups
 from mpitrain.weights.kinds.kind import StoredTensor, There
@@ -55,7 +55,7 @@ class SavedOptimizer:
         self._loaded: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
 
     def tensors(self) -> dict[str, Any]:
-        held = Held(self._model, is_saved=True)
+        held = HeldTensors(self._model, is_saved=True)
         return {
             f"optimizer/{key}/{name}": held(value, param)
             for param, name in self._names.items()
@@ -138,7 +138,7 @@ class SavedOptimizer:
 
     def room(self, there: There) -> dict[str, Any]:
         self._check(there)
-        held, stored = Held(self._model, is_saved=False), _stored(there)
+        held, stored = HeldTensors(self._model, is_saved=False), _stored(there)
         found: dict[str, Any] = {}
         self._loaded = {}
         for param, name in self._names.items():

@@ -12,11 +12,11 @@ from fuzzing.target import Files, Parts, Sound, Target
 from fuzzing.thrift import decoded, encoded
 
 from mpitrain.job.data.documents import DamagedSampleError, DamagedShardError, Reader, open_shard
-from mpitrain.job.data.documents.parquet import Limits, ParquetReader
+from mpitrain.job.data.documents.parquet import CutLimits, ParquetReader
 
 _MAGIC = b"PAR1"
 _FOOTER, _CODEC = "footer", "codec"
-_SMALL = Limits(piece_bytes=1000, held_bytes=2000, most_bytes=1 << 20)
+_SMALL = CutLimits(piece_bytes=1000, held_bytes=2000, most_bytes=1 << 20)
 _TEXTS = [*(f"text of row {n % 7} " * (n % 9) for n in range(60)), None, "ü"]
 _LENGTHS = {"text": "DELTA_LENGTH_BYTE_ARRAY"}
 _KINDS: tuple[dict[str, Any], ...] = (

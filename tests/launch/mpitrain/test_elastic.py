@@ -19,7 +19,7 @@ import ckpt
 from benchmarks.chaos.disk import small_disk
 from mpitrain.job.elastic.copies.files import files_of, remove_copies
 from mpitrain.job.elastic.lease import read_lease
-from mpitrain.tools.bench.jobs.job import Job
+from mpitrain.tools.bench.jobs.job import BenchJob
 
 STEPS = 60
 SETTINGS = (
@@ -42,7 +42,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return folder
 
 
-Start = Callable[..., Job]
+Start = Callable[..., BenchJob]
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Start]:
     """Starts an elastic run on so many ranks. All its processes and copies are removed after the test."""
     jobs = []
 
-    def begin(num_ranks: int, *words: str, **env: str) -> Job:
+    def begin(num_ranks: int, *words: str, **env: str) -> BenchJob:
         mpirun, settings = job_environment(num_ranks)
         command = [mpirun, "--with-ft", "ulfm", "-np", str(num_ranks)]
         settings_of_run = ["--data.path", str(corpus), *SETTINGS, *ELASTIC, *words]
-        job = Job(command, {**settings, **env}, settings_of_run, tmp_path / "run")
+        job = BenchJob(command, {**settings, **env}, settings_of_run, tmp_path / "run")
         jobs.append(job)
         return job
 
@@ -65,18 +65,18 @@ def start(tmp_path: Path, corpus: Path) -> Iterator[Start]:
         remove_copies(lease.run)
 
 
-def kill(job: Job, *ranks: int, by: int = signal.SIGKILL) -> None:
+def kill(job: BenchJob, *ranks: int, by: int = signal.SIGKILL) -> None:
     """Send a signal to ranks, which are those of the start of the job."""
     processes = job.ranks()
     for rank in ranks:
         os.kill(processes[rank], by)
 
 
-def reaches(job: Job, step: int) -> None:
+def reaches(job: BenchJob, step: int) -> None:
     assert job.wait_for_step(step, 60), f"step {step} was not reached\n{job.output}"
 
 
-def goes_on(job: Job, num_losses: int) -> None:
+def goes_on(job: BenchJob, num_losses: int) -> None:
     """Wait until the run has done a step after that many losses."""
     assert job.wait_until(lambda: len(job.events("restore")) >= num_losses, 30), f"no recovery\n{job.output}"
 
@@ -87,7 +87,7 @@ def copies(run: Path) -> list[str]:
     return [file.name for file in files_of(lease.run)]
 
 
-def assert_ended_as(job: Job, undisturbed: Path) -> None:
+def assert_ended_as(job: BenchJob, undisturbed: Path) -> None:
     code = job.end(60)
     assert code == 0, f"exit code {code}\n{job.output}"
     # Relative: other numbers of ranks add in another order.
@@ -281,7 +281,7 @@ BAD_ROW = """
 import os
 import numpy as np
 import collectives
-from mpitrain.job.elastic.survive import Progress, survive
+from mpitrain.job.elastic.survive import RankProgress, survive
 
 step = begun = 0
 
@@ -294,7 +294,7 @@ def attempt(comm, layout, recovered):
             raise ValueError("a bad row")
         step = min(step + 1, 5)
 
-survive(attempt, collectives.world(), axes={}, progress=lambda: Progress(step, begun))
+survive(attempt, collectives.world(), axes={}, progress=lambda: RankProgress(step, begun))
 """
 
 

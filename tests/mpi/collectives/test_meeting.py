@@ -9,7 +9,7 @@ import pytest
 
 from collectives import Communicator
 from collectives.transports.node import meeting
-from collectives.transports.node.meeting import WORDS, Meeting
+from collectives.transports.node.meeting import WORDS, NodeMeeting
 
 pytestmark = pytest.mark.one_node
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.one_node
 def meet(request: pytest.FixtureRequest, comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     monkeypatch.setattr(meeting, "IN_ORDER", request.param)
     words: Any = comm.shared(WORDS * comm.size, np.uint64)
-    return Meeting(comm.mpi, memoryview(words)).meet
+    return NodeMeeting(comm.mpi, memoryview(words)).meet
 
 
 def test_what_was_written_before_is_read_after(comm: Communicator, meet: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ def test_a_long_wait_leaves_the_core_to_others(comm: Communicator) -> None:
     if comm.size == 1:
         pytest.skip("one rank waits for nobody")
     words: Any = comm.shared(WORDS * comm.size, np.uint64)
-    meet = Meeting(comm.mpi, memoryview(words)).meet
+    meet = NodeMeeting(comm.mpi, memoryview(words)).meet
     meet()
     if comm.rank == 0:
         time.sleep(1)

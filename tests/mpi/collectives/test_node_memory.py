@@ -288,7 +288,7 @@ def test_collectives_without_a_folder_have_the_same_bits(
             raise OSError("No space left on device")
         reserve(fd, start, length)
 
-    def refuse(place: anonymous.Place) -> int:
+    def refuse(place: anonymous.FilePlace) -> int:
         raise PermissionError(f"Permission denied: {place.path}")
 
     expected, names = reduced()
@@ -319,7 +319,7 @@ def test_anonymous_memory_is_the_same_on_all_ranks_or_an_error_on_all(
     comm.barrier()
     assert len(mapped()) == before + 1 and x.min(1).tolist() == [1, 2]
     # The number of another process in this container, and a machine without that much memory.
-    elsewhere = anonymous.Place(f"/proc/{os.getpid()}/fd/0", 0, 0)
+    elsewhere = anonymous.FilePlace(f"/proc/{os.getpid()}/fd/0", 0, 0)
     for name, value, why in [
         ("place_of", lambda fd: elsewhere, "/fd/0 is another file here"),
         ("available_bytes", lambda: 1 << 10, "1 KiB of memory are available; ask for more memory"),

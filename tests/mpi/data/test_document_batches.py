@@ -14,7 +14,7 @@ from two_sources import two_sources
 import ckpt
 from collectives import Communicator
 from mpitrain.job.config import Config, parse
-from mpitrain.job.data.loading import Documents, load_data
+from mpitrain.job.data.loading import DocumentSources, load_data
 from mpitrain.job.data.streaming.packing import Packing
 from mpitrain.job.train.batches.rank_batches import RankBatches
 
@@ -212,7 +212,7 @@ def test_a_shard_that_some_ranks_cannot_read_is_an_error_on_all(comm: Communicat
     ]
     config = parse([*words, "--train.elastic", "true"])
     found = load_data(config.data, comm, batch=config.train.batch)
-    assert isinstance(found, Documents) and str(found) == "documents of data: 30 shards, 0.0 MB"
+    assert isinstance(found, DocumentSources) and str(found) == "documents of data: 30 shards, 0.0 MB"
     mine = RankBatches(config, found, comm)
     comm.barrier()
     if comm.rank == 0:

@@ -39,7 +39,7 @@ def test_a_text_without_node_memory_is_there_once_or_on_each_rank_or_an_error(
         comm.barrier()
         return bool(comm.broadcast_object(int(tokens[0]), 1) == 255)
 
-    def refuse(place: anonymous.Place) -> int:
+    def refuse(place: anonymous.FilePlace) -> int:
         raise PermissionError(f"Permission denied: {place.path}")
 
     expected = loaded().copy()

@@ -23,7 +23,7 @@ import mpitrain
 from collectives import Communicator
 from mpitrain.job.elastic.copies.files import CopyFile, complete_copies, files_of, path_of, remove_copies
 from mpitrain.job.elastic.copies.restoring import find_state
-from mpitrain.job.elastic.copies.taking import Copies
+from mpitrain.job.elastic.copies.taking import StateCopies
 from mpitrain.models import GPT, GPTConfig
 from mpitrain.weights import state as weights
 from mpitrain.weights.initial_values import initialize
@@ -58,7 +58,7 @@ def nodes(
     return two_nodes
 
 
-def take(copies: Copies, number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def take(copies: StateCopies, number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     state = weights.collect(model, optimizer, meta={"step": number})
     copies.take(number, state.tensors, state.meta)
 
@@ -78,7 +78,7 @@ def trained(comm: Communicator, way: str, optimizer: str, steps: int = 3) -> tup
 def test_a_state_comes_back_bit_for_bit(comm: Communicator, run: str, way: str, optimizer: str) -> None:
     assert find_state(comm, run) is None
     model, mine = trained(comm, way, optimizer)
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     take(copies, 2, model, mine)
     step(model, mine, 3)
     take(copies, 3, model, mine)
@@ -103,7 +103,7 @@ def test_a_state_comes_back_bit_for_bit(comm: Communicator, run: str, way: str, 
 def test_fewer_ranks_load_a_state(comm: Communicator, run: str, shared_tmp: Path, way: str) -> None:
     """The ranks without the first one, as after its loss: its copy is a file, which stays."""
     model, mine = trained(comm, way, "adamw")
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     take(copies, 3, model, mine)
     mpitrain.save(shared_tmp / "before", model, mine)
     copies.close(remove=False)
@@ -142,7 +142,7 @@ def test_a_cut_model_is_loaded_in_another_layout(comm: Communicator, run: str, s
 
     first = model_of(2, 1)
     mpitrain.save(shared_tmp / "0", *first)
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     take(copies, 10, *first)
     for number, tp in enumerate((1, 2), 1):
         state = model_of(tp, 2)
@@ -180,7 +180,7 @@ def found_in(comm: Communicator, run: str) -> float | None:
     return state.step
 
 
-def take_rows(copies: Copies, comm: Communicator, step: int) -> None:
+def take_rows(copies: StateCopies, comm: Communicator, step: int) -> None:
     copies.take(step, rows(comm, step), {"note": "x" * step})
 
 
@@ -193,7 +193,7 @@ def spoil(run: str, epoch: int, rank: int, generation: int) -> None:
 
 @pytest.mark.one_node
 def test_the_newest_whole_state_is_found(comm: Communicator, run: str) -> None:
-    first = Copies(comm, run, 1)
+    first = StateCopies(comm, run, 1)
     last = comm.rank == comm.size - 1
     for number, expected in ((10, 10), (20, 20), (30, 30)):
         take_rows(first, comm, number)
@@ -205,7 +205,7 @@ def test_the_newest_whole_state_is_found(comm: Communicator, run: str) -> None:
     comm.barrier()
     assert found_in(comm, run) == 20
     comm.barrier()
-    second = Copies(comm, run, 2)
+    second = StateCopies(comm, run, 2)
     take_rows(second, comm, 15)
     comm.barrier()
     assert found_in(comm, run) == 15, "a later epoch wins: the run went back"
@@ -233,7 +233,7 @@ def test_the_newest_whole_state_is_found(comm: Communicator, run: str) -> None:
 
 @pytest.mark.one_node
 def test_tensors_that_the_state_lacks_are_an_error(comm: Communicator, run: str) -> None:
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     take_rows(copies, comm, 1)
     comm.barrier()
     state = find_state(comm, run)
@@ -254,7 +254,7 @@ def num_files(comm: Communicator, run: str) -> int:
 
 @pytest.mark.one_node
 def test_after_a_loss_there_are_never_more_than_two_states(comm: Communicator, run: str) -> None:
-    first = Copies(comm, run, 1)
+    first = StateCopies(comm, run, 1)
     for number in (10, 20):
         take_rows(first, comm, number)
     two_states = num_files(comm, run)
@@ -263,7 +263,7 @@ def test_after_a_loss_there_are_never_more_than_two_states(comm: Communicator, r
     assert found is not None
     found.remove_others()
     assert num_files(comm, run) == two_states // 2 and found_in(comm, run) == 20
-    second = Copies(comm, run, 2)
+    second = StateCopies(comm, run, 2)
     second.prepare(rows(comm, 21), {"note": "x" * 21})
     for number in (21, 22, 23):
         take_rows(second, comm, number)
@@ -279,7 +279,7 @@ def test_after_a_loss_there_are_never_more_than_two_states(comm: Communicator, r
 def test_copies_that_are_on_one_node_alone_keep_the_older_ones(nodes: Communicator, run: str) -> None:
     """The loss of that node would take the newest state."""
     comm = nodes
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     for number in (10, 20):
         take_rows(copies, comm, number)
     copies.close(remove=False)
@@ -313,7 +313,7 @@ def test_a_node_s_copies_come_from_its_partners(nodes: Communicator, run: str, s
     comm = nodes
     mine, at = node_numbers(comm)[comm.rank], "stage 3, private"
     model, optimizer = trained(comm, at, "adamw")
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     for number in (4, 5, 6):
         step(model, optimizer, number)
         take(copies, number, model, optimizer)
@@ -345,7 +345,7 @@ def test_a_node_s_copies_come_from_its_partners(nodes: Communicator, run: str, s
 
 def test_a_full_node_memory_is_an_error_on_all_ranks(comm: Communicator, run: str) -> None:
     last = comm.rank == comm.size - 1
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     with limited_files(1 << 16 if last else None), pytest.raises(OSError, match="copies of the state in node memory: "):
         take_rows(copies, comm, 1)
     copies.close(remove=True)
@@ -356,10 +356,10 @@ def test_a_full_node_memory_is_an_error_on_all_ranks(comm: Communicator, run: st
 def test_copies_that_are_whole_survive_a_full_node_memory(nodes: Communicator, run: str) -> None:
     """As after a loss, if the copies of the ranks that are left find no room beside those from which they have begun."""
     comm = nodes
-    first = Copies(comm, run, 1)
+    first = StateCopies(comm, run, 1)
     take_rows(first, comm, 10)
     first.close(remove=False)
-    second = Copies(comm, run, 2)
+    second = StateCopies(comm, run, 2)
     with (
         limited_files(1 << 16 if comm.rank == 0 else None),
         pytest.raises(OSError, match="copies of the state in node memory: "),
@@ -381,7 +381,7 @@ def test_a_partner_s_full_node_memory_is_an_error_on_all_ranks(nodes: Communicat
         size, begin = (8, 0) if small else (1 << 20, 8 + (comm.rank - 1 << 20))
         return {"x": ckpt.Shard(np.full(size, step, np.uint8), (8 + (comm.size - 1 << 20),), (begin,))}
 
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     with limited_files(1 << 19 if small else None):
         copies.take(1, state(1), {})
         with pytest.raises(OSError, match=r"copies of the state in node memory: .*\[rank 0 of"):

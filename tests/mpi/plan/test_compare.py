@@ -14,10 +14,10 @@ from mpitrain.tools.plan.comparing.cases import layouts
 from mpitrain.tools.plan.comparing.results import ComparisonLaunch
 from mpitrain.tools.plan.measuring import command as measuring
 from mpitrain.tools.plan.measuring.command import measure_into
-from mpitrain.tools.plan.measuring.small_gpt import Size, config_of
+from mpitrain.tools.plan.measuring.small_gpt import GptSize, config_of
 from mpitrain.tools.plan.measuring.steps import TrainedSteps
 
-SMALL = Size(width=32, layers=4, heads=2, context=16, batch=16)
+SMALL = GptSize(width=32, layers=4, heads=2, context=16, batch=16)
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from collectives import Communicator
-from mpitrain.job.record.machine.constants import Kernels, Links
+from mpitrain.job.record.machine.constants import KernelConstants, Links
 from mpitrain.tools.plan.measuring.cluster import measured
 from mpitrain.tools.plan.measuring.constants import Sections, to_toml
 from mpitrain.tools.plan.measuring.links import links
@@ -79,7 +79,9 @@ def test_constants_are_those_of_a_computer(comm: Communicator, sections: Section
 def test_the_file_is_read_back(comm: Communicator, sections: Sections) -> None:
     text = to_toml(sections, "Of a test.")
     read = tomllib.loads(text)
-    kernels, of_links = (msgspec.convert(read[name], kind) for name, kind in (("kernels", Kernels), ("links", Links)))
+    kernels, of_links = (
+        msgspec.convert(read[name], kind) for name, kind in (("kernels", KernelConstants), ("links", Links))
+    )
     assert kernels.gelu_s == pytest.approx(sections["kernels"]["gelu_s"].value, rel=1e-3)
     assert (of_links.node_message is not None) == (comm.node.size > 1)
     if find_spec("mpitrain.job.record.machine.machine") is None:

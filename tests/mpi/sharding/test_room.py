@@ -115,7 +115,7 @@ def test_gradient_buffers_are_counted_and_find_other_memory(
             raise OSError("No space left on device")
         reserve(fd, start, length)
 
-    def refuse(place: anonymous.Place) -> int:
+    def refuse(place: anonymous.FilePlace) -> int:
         raise PermissionError(f"Permission denied: {place.path}")
 
     monkeypatch.setattr(NodeMemory, "_reserve", staticmethod(short))

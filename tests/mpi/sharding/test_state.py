@@ -19,7 +19,7 @@ import mpitrain
 from collectives import Communicator, Table
 from collectives.selection.table import TableEntry
 from mpitrain.job.elastic.copies.restoring import find_state
-from mpitrain.job.elastic.copies.taking import Copies
+from mpitrain.job.elastic.copies.taking import StateCopies
 from mpitrain.sharding import MixedPrecisionPolicy, fully_shard
 from mpitrain.weights import state as weights
 
@@ -516,7 +516,7 @@ def test_settings_and_state_are_those_of_the_save(comm, shared_tmp: Path) -> Non
     model = sharded(0, comm)
     optimizer = made(model, 1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    copies = Copies(comm, run, 1)
+    copies = StateCopies(comm, run, 1)
     for number in range(2):
         for _ in range(number):
             step(model, optimizer, 0)

@@ -20,7 +20,7 @@ from mpitrain.models.sizes import LlamaConfig
 from mpitrain.placement.parts import part_of
 from mpitrain.sharding.unit.unit import params_by_shard
 from mpitrain.stages import Pipeline, pipeline
-from mpitrain.stages.executor import Run
+from mpitrain.stages.executor import PipelineRun
 from mpitrain.tensor.exchange import Exchange
 from tests.helpers.extent import extent
 
@@ -194,7 +194,7 @@ def test_products_for_weights_wait(comm: Communicator, sequence: bool, monkeypat
     matrices = [param for name, param in model.named_parameters() if param.ndim == 2 and name != "wpe.weight"]
     layers = [param for param in matrices if len(param) != len(model.wte.weight)] if hasattr(model, "wte") else matrices
     fulls = [params_by_shard(model)[param].full for param in layers]
-    take, changed, exchanges = Run.take, [], 0
+    take, changed, exchanges = PipelineRun.take, [], 0
 
     def grads() -> list[float]:
         # The gradient of a full parameter becomes that of its shard at the end of the step.
@@ -210,12 +210,12 @@ def test_products_for_weights_wait(comm: Communicator, sequence: bool, monkeypat
     for name in ("gather", "own_sum", "whole_sum"):
         monkeypatch.setattr(Exchange, name, functools.partialmethod(counted, method=getattr(Exchange, name)))
 
-    def watched(self: Run, at: int) -> None:
+    def watched(self: PipelineRun, at: int) -> None:
         before, so_far, action = grads(), exchanges, self.program[at]
         take(self, at)
         changed.append((action.kind, sum(a != b for a, b in zip(before, grads(), strict=True)), exchanges > so_far))
 
-    monkeypatch.setattr(Run, "take", watched)
+    monkeypatch.setattr(PipelineRun, "take", watched)
     tokens = batches(0)
     pipe.step(tokens, last=targets(tokens))
     assert set(changed) == {("F", 0, True), ("I", 0, True), ("W", len(layers), False)}

@@ -8,7 +8,7 @@ import pytest
 
 from collectives.diagnosis.hangs import deadline
 from collectives.diagnosis.start import meeting
-from collectives.diagnosis.start.meeting import _RECORD, TAG, Kind, Meeting, MeetingError, Record, own_record
+from collectives.diagnosis.start.meeting import _RECORD, TAG, Kind, MeetingError, Record, StartMeeting, own_record
 
 STEP_S = 0.05
 NOTICE_S, DEADLINE_S = 20.0, 60.0
@@ -50,7 +50,7 @@ class Town:
             box.size = size
         self.ends: dict[int, float | MeetingError] = {}
         self.hashed: list[int] = []
-        meetings: dict[int, Meeting] = {}
+        meetings: dict[int, StartMeeting] = {}
         now = 0.0
         while len(self.ends) < len(records):
             assert now < 2 * DEADLINE_S + 60, f"no end; {self.ends}"
@@ -58,7 +58,7 @@ class Town:
                 if now < (starts or {}).get(rank, 0.0) or rank in self.ends:
                     continue
                 if rank not in meetings:
-                    meetings[rank] = Meeting(
+                    meetings[rank] = StartMeeting(
                         boxes[rank], records[rank], lambda rank=rank: self._hash(rank, hashes), now,
                         notice_s=notice_s, deadline_s=deadline_s,
                     )  # fmt: skip
@@ -245,10 +245,10 @@ def test_the_form_of_the_messages_never_changes() -> None:
     boxes: list[Box] = []
     for rank in range(2):
         boxes.append(Box(rank, boxes))
-    Meeting(boxes[1], MINE._replace(sources=b"sources!"), bytes, 0.0, notice_s=1.0, deadline_s=1.0)
+    StartMeeting(boxes[1], MINE._replace(sources=b"sources!"), bytes, 0.0, notice_s=1.0, deadline_s=1.0)
     parts = (b"mpitrain", b"\0", b"0.1.0", bytes(10), bytes(range(20)), b"place  0", b"sources!", bytes(4))
     assert boxes[0].messages.pop() == (1, b"".join(parts))
     assert _RECORD.pack(b"mpitrain", 2, *MINE, 0x01020304)[60:] == b"\4\3\2\1"
     assert tuple(map(len, own_record())) == (15, 20, 8, 8)
     boxes[1].messages += [(0, b"anything" + bytes(56)), (0, b"mpitrain"), (0, b"mpitrain\xff" + bytes(55))]
-    assert not Meeting(boxes[1], MINE, bytes, 0.0, notice_s=1.0, deadline_s=1.0).step(0.0)
+    assert not StartMeeting(boxes[1], MINE, bytes, 0.0, notice_s=1.0, deadline_s=1.0).step(0.0)

@@ -17,7 +17,7 @@ from collectives.diagnosis.ring import addresses, handshake, links
 from collectives.diagnosis.ring import listener as listening
 from collectives.diagnosis.ring.addresses import by_distance
 from collectives.diagnosis.ring.handshake import Words
-from collectives.diagnosis.ring.links import Place, connect
+from collectives.diagnosis.ring.links import ListenerPlace, connect
 from collectives.diagnosis.ring.listener import Listener
 
 LOOPBACK = ["127.0.0.1"]
@@ -63,10 +63,10 @@ def test_a_rank_that_cannot_be_reached_is_given_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(links, "_ALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         begun = time.monotonic()
-        assert connect(Place("", (("127.0.0.1", silent.getsockname()[1]),), os.urandom(32))) is None
+        assert connect(ListenerPlace("", (("127.0.0.1", silent.getsockname()[1]),), os.urandom(32))) is None
         assert time.monotonic() - begun < 2
-    assert connect(Place("\0mpitrain-no-such-name", (), os.urandom(32))) is None
-    assert connect(Place("/nowhere/mpitrain", (), os.urandom(32))) is None
+    assert connect(ListenerPlace("\0mpitrain-no-such-name", (), os.urandom(32))) is None
+    assert connect(ListenerPlace("/nowhere/mpitrain", (), os.urandom(32))) is None
     assert Listener(None).close(expected=False) is None
     other = Listener(["192.0.2.1"])
     assert other.place.addresses == () and other.close(expected=False) is None, "not an address of this host"

@@ -15,7 +15,7 @@ from mpitrain.job.data.shards import ShardList, in_their_folder, list_shards
 from mpitrain.job.data.streaming.batches import DocumentBatches
 from mpitrain.job.data.streaming.feed import OFFSET
 from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.data.tokenizers import Bytes
 
 CONTEXT = 24
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 def batches(
     folder: Path, *, lanes: int = 3, batch: int = 6, pattern: str = "*.jsonl", **changed: Any
 ) -> DocumentBatches:
-    source = Source.new("a", list_shards([f"{folder}/{pattern}"]), lanes=lanes)
+    source = DocumentSource.new("a", list_shards([f"{folder}/{pattern}"]), lanes=lanes)
     settings: dict[str, Any] = {
         "context": CONTEXT,
         "seed": 1,
@@ -164,15 +164,15 @@ def test_a_checkpoint_with_secrets_in_its_names(folder: str, raw: tuple[str, ...
     """Earlier versions kept them. The same shards with renewed signatures go on, and an error shows none."""
     now_folder, names = in_their_folder(shard_names(paths, [1 << 20] * len(paths)))
     shards = ShardList(now_folder, names, paths, np.full(len(paths), 1 << 20))
-    saved = Source.new("a", shards, lanes=2).meta() | {"folder": folder, "eras": [[0, len(raw)]]}
-    again = Source.new("a", shards, lanes=2).resumed(saved, raw, np.full(len(raw), 1 << 20), furthest=0)
+    saved = DocumentSource.new("a", shards, lanes=2).meta() | {"folder": folder, "eras": [[0, len(raw)]]}
+    again = DocumentSource.new("a", shards, lanes=2).resumed(saved, raw, np.full(len(raw), 1 << 20), furthest=0)
     assert sorted(again.shards.paths) == sorted(paths)
     assert again.shards.paths[0].partition("?")[0].endswith("a.jsonl")
     assert "p4ss" not in str(again)
     with pytest.raises(
         ValueError, match=r"the run has read .*a\.jsonl.* of a in .*, and it has 1048576 bytes now"
     ) as raised:
-        Source.new("a", shards, lanes=2).resumed(saved, raw, np.full(len(raw), 1 << 21), furthest=0)
+        DocumentSource.new("a", shards, lanes=2).resumed(saved, raw, np.full(len(raw), 1 << 21), furthest=0)
     assert "p4ss" not in str(raised.value)
 
 
@@ -181,7 +181,9 @@ def test_a_hundred_thousand_shards() -> None:
     names = tuple(f"part-{number:06}-of-{num}.jsonl" for number in range(num))
     sizes = np.random.default_rng(0).integers(1 << 20, 1 << 30, num)
     began = time.perf_counter()
-    source = Source.new("a", ShardList("s3://b", names, tuple(f"s3://b/{name}" for name in names), sizes), lanes=512)
+    source = DocumentSource.new(
+        "a", ShardList("s3://b", names, tuple(f"s3://b/{name}" for name in names), sizes), lanes=512
+    )
     again = source.resumed(source.meta(), names, sizes, furthest=10**6)
     assert again.sequence(1)[123456] == source.sequence(1)[123456]
     assert len(source.shards.packed()) < 5e6

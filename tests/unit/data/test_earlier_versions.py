@@ -17,7 +17,7 @@ from mpitrain.job.data.shards import ShardList, list_shards
 from mpitrain.job.data.streaming import earlier
 from mpitrain.job.data.streaming.batches import DocumentBatches
 from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.data.tokenizers import Bytes
 
 TEXTS = [f"document {number} " * (number % 5 + 2) for number in range(60)]
@@ -46,7 +46,7 @@ def sparse(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def batches(folder: Path, pattern: str, **changed: Any) -> DocumentBatches:
-    source = Source.new("a", list_shards([f"{folder}/{pattern}"]), lanes=2)
+    source = DocumentSource.new("a", list_shards([f"{folder}/{pattern}"]), lanes=2)
     settings: dict[str, Any] = {"context": 24, "seed": 1, "packing": "cut", "tokenizer": Bytes(), "share": (0.1, 1.0)}
     recipe = Recipe((source,), (((0, 1.0),),), 2, 4, cache=ShardCache(), **(settings | changed))
     return DocumentBatches(recipe, partial(open_lanes, say=print))
@@ -221,7 +221,7 @@ def test_parquet_is_read_as_before(tmp_path: Path) -> None:
 def test_keys_that_had_secrets() -> None:
     """The kind follows from the name that the checkpoint has, with its secret."""
     shards = ShardList("https://h", ("a.jsonl?***",), ("https://h/a.jsonl?sig=1",), np.array([1]))
-    source = Source.new("a", shards, lanes=2)
+    source = DocumentSource.new("a", shards, lanes=2)
     with pytest.raises(ValueError, match=r"a.jsonl\?\*\*\* of a is read as JSON Lines, and was not; ") as raised:
         earlier.check_kinds(source, ["a.jsonl?sig=p4ss"])
     assert "p4ss" not in str(raised.value)

@@ -14,7 +14,7 @@ from mpitrain.job.config import ConfigError, parse
 from mpitrain.job.data.corpus import share_of
 from mpitrain.job.data.loading import load_data
 from mpitrain.job.data.shards import ShardList, in_their_folder, list_shards, unpacked
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.train.batches.rank_batches import RankBatches
 
 
@@ -25,10 +25,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def resumed_source(before: Source, *patterns: str) -> Source:
+def resumed_source(before: DocumentSource, *patterns: str) -> DocumentSource:
     """A source of these patterns that goes on from a checkpoint of another one."""
     names, sizes, marks, listed = unpacked(before.shards.packed())
-    now = Source.new("a", list_shards(patterns), lanes=2)
+    now = DocumentSource.new("a", list_shards(patterns), lanes=2)
     return now.resumed(before.meta(), names, sizes, 0, marks=marks, listed=listed, say=pytest.fail)
 
 
@@ -39,7 +39,7 @@ def test_further_folders_again_and_again(folder: Path) -> None:
         (folder / inside).mkdir(parents=True)
         for shard in range(2):
             (folder / f"{inside}/{shard}.jsonl").write_text('{"text": "' + "a" * (shard + len(inside)) + '"}')
-    source = Source.new("a", list_shards(patterns[:1]), lanes=2)
+    source = DocumentSource.new("a", list_shards(patterns[:1]), lanes=2)
     for num in (1, 2, 2, 3, 3, 3):
         last, source = source, resumed_source(source, *patterns[:num])
         num_before = len(last.shards.names)
@@ -68,10 +68,10 @@ def test_a_further_folder_on_another_disk() -> None:
     ):
         paths = [f"{before}/0.jsonl", f"{before}/1.jsonl", f"{further}/0.jsonl"]
         sizes = np.array([5, 6, 7])
-        first = Source.new("a", ShardList(*in_their_folder(paths[:2]), tuple(paths[:2]), sizes[:2]), lanes=2)
+        first = DocumentSource.new("a", ShardList(*in_their_folder(paths[:2]), tuple(paths[:2]), sizes[:2]), lanes=2)
         order = np.argsort(paths)
         ordered = [paths[index] for index in order]
-        new = Source.new("a", ShardList(*in_their_folder(ordered), tuple(ordered), sizes[order]), lanes=2)
+        new = DocumentSource.new("a", ShardList(*in_their_folder(ordered), tuple(ordered), sizes[order]), lanes=2)
         for _ in range(3):
             names, its_sizes, marks, listed = unpacked(first.shards.packed())
             first = new.resumed(first.meta(), names, its_sizes, 0, marks=marks, listed=listed)
@@ -84,11 +84,11 @@ def test_a_further_folder_above_with_files_of_the_same_names(tmp_path: Path, siz
     for inside, num in (("sub/", 1), ("", size)):
         for name in "ab":
             (tmp_path / f"{inside}{name}.jsonl").write_text("{}\n" * num)
-    source = Source.new("a", list_shards([f"{tmp_path}/sub/*.jsonl"]), lanes=2)
+    source = DocumentSource.new("a", list_shards([f"{tmp_path}/sub/*.jsonl"]), lanes=2)
     both = (f"{tmp_path}/sub/*.jsonl", f"{tmp_path}/*.jsonl")
     again = resumed_source(resumed_source(source, *both), *both)
     assert again.shards.paths[:2] == source.shards.paths and len(again.shards.paths) == 4
-    moved = Source.new("a", list_shards(both[1:]), lanes=2)
+    moved = DocumentSource.new("a", list_shards(both[1:]), lanes=2)
     if size == 1:  # the folder has moved to the one above
         assert resumed_source(source, both[1]).shards.paths == moved.shards.paths
     (tmp_path / "sub/b.jsonl").unlink()

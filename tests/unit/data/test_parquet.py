@@ -8,14 +8,14 @@ import pytest
 from some_tensors import forget_peak, peak_bytes
 
 from mpitrain.job.data.documents import DamagedSampleError, DamagedShardError, pages
-from mpitrain.job.data.documents.pages import Extent
-from mpitrain.job.data.documents.parquet import Limits, ParquetReader
+from mpitrain.job.data.documents.pages import TextExtent
+from mpitrain.job.data.documents.parquet import CutLimits, ParquetReader
 from mpitrain.job.data.documents.thrift import BINARY, I32, I64, ThriftError, Wanted, read_struct
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-SMALL = Limits(piece_bytes=1 << 18, held_bytes=1 << 20, most_bytes=1 << 30)
+SMALL = CutLimits(piece_bytes=1 << 18, held_bytes=1 << 20, most_bytes=1 << 30)
 ENCODINGS = {
     "dictionary": {},
     "plain": {"use_dictionary": False},
@@ -49,7 +49,7 @@ def test_a_row_group_with_more_text_than_is_held(tmp_path: Path, encoding: str, 
     )  # fmt: skip
     expected = [None if text is None else text.encode() for text in texts]
     assert sum(map(len, filter(None, expected))) > 5 * SMALL.held_bytes
-    for limits in (SMALL, Limits(), Limits(piece_bytes=1, held_bytes=0)):
+    for limits in (SMALL, CutLimits(), CutLimits(piece_bytes=1, held_bytes=0)):
         reader = ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=limits)
         assert read(reader) == expected
         reader.close()
@@ -75,7 +75,7 @@ def test_a_small_file_that_stands_for_much_text(tmp_path: Path, encoding: str) -
         **ENCODINGS[encoding],
     )
     assert path.stat().st_size < 20_000
-    limits = Limits(piece_bytes=1 << 20, held_bytes=2 << 20, most_bytes=12 << 20)
+    limits = CutLimits(piece_bytes=1 << 20, held_bytes=2 << 20, most_bytes=12 << 20)
     before = forget_peak()
     with pytest.raises(
         DamagedShardError, match=r"row group 0: \d+ rows are read at once, 0 of other .* rows of 12582912"
@@ -86,7 +86,7 @@ def test_a_small_file_that_stands_for_much_text(tmp_path: Path, encoding: str) -
 
 def test_no_room_for_a_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet.write_table(arrow.table({"text": ["some text"] * 10}), tmp_path / "a.parquet")
-    reader = ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=Limits(held_bytes=20))
+    reader = ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=CutLimits(held_bytes=20))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     text = "a.parquet, row group 0: texts beyond 20 bytes cannot be written into .*missing: No such file .*TMPDIR names another one"
     with pytest.raises(OSError, match=text):
@@ -100,7 +100,7 @@ def test_a_page_that_is_too_large(tmp_path: Path) -> None:
         arrow.table({"text": texts}), tmp_path / "a.parquet", use_dictionary=False, data_page_size=1 << 30
     )
     num_bytes = sum(map(len, texts))
-    small = Limits(page_bytes=num_bytes + 8 * len(texts), piece_bytes=num_bytes // 10)
+    small = CutLimits(page_bytes=num_bytes + 8 * len(texts), piece_bytes=num_bytes // 10)
     assert read(ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=small)) == [text.encode() for text in texts]
     text = r"a.parquet, row group 0: the page at byte 4 unpacks from \d+ to \d+ bytes; expected at most 100000, or a quarter of it"
     with pytest.raises(DamagedShardError, match=text):
@@ -117,7 +117,7 @@ def test_rows_that_are_decoded_together() -> None:
         num_rows, most = sum(rows for rows, _ in pages), draws.randint(1, 30_000)
         own, shared = max(size for _, size in pages), draws.choice([0, draws.randint(1, 3000)])
         fewest = min([rows for rows, _ in pages[:-1]] or [num_rows])
-        rows = Extent(0, shared, own, fewest).rows_within(most)
+        rows = TextExtent(0, shared, own, fewest).rows_within(most)
         page_of = [number for number, (count, _) in enumerate(pages) for _ in range(count)]
         touched = [set(page_of[at : at + rows]) for at in range(num_rows)]
         worst = max(sum(pages[number][1] for number in its) for its in touched)
@@ -187,7 +187,7 @@ def test_rows_without_text_take_bounded_memory(tmp_path: Path) -> None:
     num = 9 << 20  # as many row groups of pyarrow
     parquet.write_table(arrow.table({"text": arrow.nulls(num, arrow.string())}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 20_000
-    few = Limits(piece_rows=10_000, most_rows=100_000)
+    few = CutLimits(piece_rows=10_000, most_rows=100_000)
     before = forget_peak()
     with pytest.raises(
         DamagedShardError, match=r"110000 rows are read at once, .* at most 100000 rows .* into more, smaller files"
@@ -248,7 +248,7 @@ def test_every_kind_of_text(tmp_path: Path, kind: str) -> None:
     array = arrow.array([text.encode() if "binary" in kind else text for text in texts], plain)
     array = array.dictionary_encode() if kind == "dictionary" else array
     parquet.write_table(arrow.table({"text": array}), tmp_path / "a.parquet", row_group_size=33)
-    for limits in (Limits(), SMALL._replace(piece_bytes=5000)):
+    for limits in (CutLimits(), SMALL._replace(piece_bytes=5000)):
         assert read(ParquetReader(tmp_path / "a.parquet", "a.parquet", limits=limits)) == [
             text.encode() for text in texts
         ]

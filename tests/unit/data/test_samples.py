@@ -16,21 +16,23 @@ from torch_samples import Numbers, Stream, number_and_text, pairs
 from mpitrain.job.data import TarSamples
 from mpitrain.job.data.documents import DamagedSampleError
 from mpitrain.job.data.samples.randomness import generators_kept, seed_generators
-from mpitrain.job.data.samples.rows import IterableRows, MapRows, Place, Rows, Share
+from mpitrain.job.data.samples.rows import IterableRows, MapRows, SamplePlace, SampleRows, Share
 from mpitrain.job.data.samples.workers import check_start
 
-BEGIN = Place(0, 0)
+BEGIN = SamplePlace(0, 0)
 BATCH, STEPS = 7, 12  # several epochs of 23 samples, which 7 does not divide
 
 
-def rows_of(dataset: Any, size: int, rank: int, seed: int = 3) -> Rows:
+def rows_of(dataset: Any, size: int, rank: int, seed: int = 3) -> SampleRows:
     share = Share(BATCH, ((BATCH * rank // size, BATCH * (rank + 1) // size),))
     if isinstance(dataset, Stream):
         return IterableRows(dataset, share, seed=seed, collate=list)
     return MapRows(dataset, share, seed=seed, collate=list, is_shuffled=True)
 
 
-def taken(dataset: Any, size: int, place: Place = BEGIN, steps: int = STEPS) -> tuple[list[list[Any]], list[Place]]:
+def taken(
+    dataset: Any, size: int, place: SamplePlace = BEGIN, steps: int = STEPS
+) -> tuple[list[list[Any]], list[SamplePlace]]:
     """The global batches of so many ranks, and the place after each."""
     parts, places = [], []
     for rank in range(size):
@@ -68,9 +70,10 @@ def test_an_epoch_has_each_sample_once_in_another_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "place", "words"), [(Stream(5), Place(0, 6), "ended after 5"), (Stream(0), Place(0, 0), "no samples")]
+    ("dataset", "place", "words"),
+    [(Stream(5), SamplePlace(0, 6), "ended after 5"), (Stream(0), SamplePlace(0, 0), "no samples")],
 )
-def test_a_stream_that_is_too_short(dataset: Stream, place: Place, words: str) -> None:
+def test_a_stream_that_is_too_short(dataset: Stream, place: SamplePlace, words: str) -> None:
     rows = rows_of(dataset, 1, 0)
     rows.place = place
     with pytest.raises(ValueError, match=words):

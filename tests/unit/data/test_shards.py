@@ -10,9 +10,9 @@ import pytest
 
 from mpitrain.job.data.shard_names import shard_marks, shard_names
 from mpitrain.job.data.shards import ShardList, expanded, in_their_folder, list_shards, unpacked
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.data.tokenize.documents import Origin
-from mpitrain.job.data.tokenize.output import Output
+from mpitrain.job.data.tokenize.output import OutputFolder
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,15 @@ def test_a_run_finds_its_shards_again(before: list[str], now: list[str]) -> None
     def size_of(path: str) -> int:
         return 1000 + ord(path.partition("&")[0][-1])
 
-    old = Source.new("a", listed(before, size_of), lanes=2)
-    again = Source.new("a", listed(now, size_of), lanes=2).resumed(old.meta(), old.shards.names, old.shards.sizes, 0)
+    old = DocumentSource.new("a", listed(before, size_of), lanes=2)
+    again = DocumentSource.new("a", listed(now, size_of), lanes=2).resumed(
+        old.meta(), old.shards.names, old.shards.sizes, 0
+    )
     files = [path.partition("&")[0] for path in again.shards.paths]
     assert files[: len(before)] == [path.partition("&")[0] for path in before]
     assert again.shards.names[: len(before)] == old.shards.names and again.sequence(0)[0].epoch == 0
     with pytest.raises(ValueError, match="it is not there"):
-        Source.new("a", listed(now, lambda path: 5000 + ord(path[-1])), lanes=2).resumed(
+        DocumentSource.new("a", listed(now, lambda path: 5000 + ord(path[-1])), lanes=2).resumed(
             old.meta(), ("gone", *old.shards.names[1:]), old.shards.sizes, 0
         )
 
@@ -215,10 +217,10 @@ def again(before: ShardList, now: ShardList, *, knows_marks: bool = True) -> tup
         before = before._replace(marks=())
     names, sizes, marks, _ = unpacked(before.packed())
     lines: list[str] = []
-    meta = Source.new("a", before, lanes=2).meta()
-    source = Source.new("a", now, lanes=2).resumed(meta, names, sizes, 0, marks=marks, say=lines.append)
+    meta = DocumentSource.new("a", before, lanes=2).meta()
+    source = DocumentSource.new("a", now, lanes=2).resumed(meta, names, sizes, 0, marks=marks, say=lines.append)
     more = unpacked(source.shards.packed())  # and once more
-    same = Source.new("a", now, lanes=2).resumed(
+    same = DocumentSource.new("a", now, lanes=2).resumed(
         source.meta(), *more[:2], 0, marks=more.marks, listed=more.listed, say=lines.append
     )
     assert same.shards.paths == source.shards.paths and same.shards.names == source.shards.names
@@ -289,7 +291,7 @@ def test_tokenize_goes_on_with_other_hidden_parameters(
 
     def begin(query: str, *, knows_marks: bool = True) -> int:
         origin = Origin("data", listed(f"https://h/a.jsonl{query}"))
-        Output(tmp_path, 2).begin({"sources": [origin.fingerprint()]}, [origin.mark()] if knows_marks else [])
+        OutputFolder(tmp_path, 2).begin({"sources": [origin.fingerprint()]}, [origin.mark()] if knows_marks else [])
         said = capsys.readouterr().err
         assert not said or "known by name and size alone" in said
         return len(said.splitlines())
@@ -304,6 +306,6 @@ def test_lists_of_earlier_versions_find_a_shard_among_others_by_its_size() -> No
     names = ("get?blob=***", "get?blob=***&mark=" + listed(GET.format("b")).marks[0])
     now = listed(*map(GET.format, "abc"))._replace(sizes=np.array([5, 6, 7]))
     lines: list[str] = []
-    meta = Source.new("a", listed(GET.format("a")), lanes=2).meta() | {"eras": [[0, 2]]}
-    source = Source.new("a", now, lanes=2).resumed(meta, names, np.array([5, 6]), 0, say=lines.append)
+    meta = DocumentSource.new("a", listed(GET.format("a")), lanes=2).meta() | {"eras": [[0, 2]]}
+    source = DocumentSource.new("a", now, lanes=2).resumed(meta, names, np.array([5, 6]), 0, say=lines.append)
     assert [path[-1] for path in source.shards.paths] == ["a", "b", "c"] and len(lines) == 1

@@ -24,7 +24,7 @@ from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.job.data.streaming.mixture import Mixture
 from mpitrain.job.data.streaming.packing import Packing
 from mpitrain.job.data.streaming.processes import Processes
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.data.streaming.stream import Stream
 from mpitrain.job.data.tokenizers import Bytes
 
@@ -52,11 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def source_of(shards: ShardList, name: str, chunk_bytes: int) -> Source:
-    return Source(name, shards, chunk_bytes, ((0, len(shards.names)),))
+def source_of(shards: ShardList, name: str, chunk_bytes: int) -> DocumentSource:
+    return DocumentSource(name, shards, chunk_bytes, ((0, len(shards.names)),))
 
 
-def recipe_of(*sources: Source, **changed: Any) -> Recipe:
+def recipe_of(*sources: DocumentSource, **changed: Any) -> Recipe:
     settings = {
         "weights": (((0, 1.0),),), "lanes": 1, "batch": 1, "context": CONTEXT, "seed": SEED, "packing": "cut",
         "cache": ShardCache(), "tokenizer": Bytes(),

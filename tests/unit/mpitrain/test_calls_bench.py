@@ -20,12 +20,12 @@ LINES = """\
 
 
 @pytest.fixture
-def traced(tmp_path: Path) -> list[calls.Call]:
+def traced(tmp_path: Path) -> list[calls.SystemCall]:
     (tmp_path / "rank.1").write_text(LINES)
     return sorted(calls.read(tmp_path / "rank.1"))
 
 
-def test_a_call_has_the_path_that_it_names_or_that_its_descriptor_has(traced: list[calls.Call]) -> None:
+def test_a_call_has_the_path_that_it_names_or_that_its_descriptor_has(traced: list[calls.SystemCall]) -> None:
     assert [(call.name, call.path) for call in traced] == [
         ("openat", "/env/lib/a.py"),
         ("read", "/env/lib/a.py"),
@@ -38,7 +38,7 @@ def test_a_call_has_the_path_that_it_names_or_that_its_descriptor_has(traced: li
     ]
 
 
-def test_calls_count_up_to_the_text(traced: list[calls.Call]) -> None:
+def test_calls_count_up_to_the_text(traced: list[calls.SystemCall]) -> None:
     counted = calls.before(traced, "step 1/")
     assert counted is not None
     assert [call.time_s for call in counted] == [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
@@ -46,7 +46,7 @@ def test_calls_count_up_to_the_text(traced: list[calls.Call]) -> None:
     assert calls.before(traced, "") == traced
 
 
-def test_the_innermost_folder_counts(traced: list[calls.Call], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_innermost_folder_counts(traced: list[calls.SystemCall], capsys: pytest.CaptureFixture[str]) -> None:
     given = calls.parser().parse_args(["--np", "2", "--most", "3", "--show", "1", "x"])
     assert calls.report(traced, {"/env": "environment", "/env/lib": "below"}, given) == 0
     said = capsys.readouterr().out

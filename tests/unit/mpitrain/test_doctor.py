@@ -22,15 +22,15 @@ from mpitrain.tools.doctor.checks import CHECKS, Check
 from mpitrain.tools.doctor.command import main
 from mpitrain.tools.doctor.findings import Finding, Level, each, exit_code, names, ok, show, summary
 from mpitrain.tools.doctor.host import Disk, Leftovers, Memory, Most, Temporary
-from mpitrain.tools.doctor.job import Mpi, NodeWork, SharedFolder
+from mpitrain.tools.doctor.job import Mpi, NodeWork, SharedFolderCheck
 from mpitrain.tools.doctor.judges.host import judge_disk, judge_leftovers, judge_memory, judge_need, judge_temporary
 from mpitrain.tools.doctor.judges.job import judge_mpi, judge_node_work, judge_shared_folder
 from mpitrain.tools.doctor.judges.network import judge_clocks, judge_links, judge_ports
 from mpitrain.tools.doctor.judges.packages import Aware, judge_gpu, judge_hdf5
 from mpitrain.tools.doctor.judges.ranks import judge_cores, judge_environment, judge_limits, judge_names, judge_versions
-from mpitrain.tools.doctor.network import Clock, Link, Reach
+from mpitrain.tools.doctor.network import Clock, NetworkLink, Reach
 from mpitrain.tools.doctor.packages import Gpu, Hdf5, Need
-from mpitrain.tools.doctor.ranks import Cores, Environment, Limits, Names, PeerReads, Versions
+from mpitrain.tools.doctor.ranks import Cores, Environment, Names, PeerReads, ProcessLimits, Versions
 from mpitrain.tools.doctor.worker import Failed, bounded, judged
 
 GIB = 1 << 30
@@ -55,7 +55,7 @@ DISK = Disk("/data/run", "ext4", 50 * GIB, 64 << 20, 1e9, 2e9, True, True, "")
 MEMORY = Memory("/dev/shm", "tmpfs", 16 * GIB, 15 * GIB, "")
 MOST = Most(16 * GIB, True)
 LEFT = Leftovers([], 0, [], [], 0, 3600.0, [])
-LIMITS = Limits(20000, -1, False, -1, 32 * GIB, 30 * GIB, 0.0)
+LIMITS = ProcessLimits(20000, -1, False, -1, 32 * GIB, 30 * GIB, 0.0)
 CORES = Cores((0, 1, 2, 3), 4, 0, False, 0.0)
 VERSIONS = Versions("3.11.7", {"torch": "2.13.0+cpu", "h5py": "3.16.0"}, {"torch": "2.7"}, "c0de", "/opt/mpitrain")
 GPU = Gpu(torch="2.13.0", cuda="12.6", files=("/dev/nvidia0",), devices=("H100, 80 GB, sm_90",), nccl="2.27.7")
@@ -254,11 +254,18 @@ CASES: list[tuple[Finding, Level, str, str]] = [
     (worst(judge_clocks({"a": Clock(0, 0), "b": Clock(-0.4, 1e-5)})), Level.NOTE, "400 ms behind a", "chronyc"),
     (worst(judge_clocks({"a": Clock(0, 0), "b": Clock(75, 1e-5)})), Level.WARNING, "75 s ahead of a", "on b"),
     (worst(judge_clocks({"a": Clock(0, 0), "b": Clock(0.4, 0.3)})), Level.OK, "", ""),  # within the error
-    (worst(judge_links([Link("rank 0 on a", "rank 1 on b", 1e9, 1e-5)])), Level.OK, "1 GB/s", ""),
-    (worst(judge_links([Link("rank 0 on a", "rank 1 on b", 1e7, 1e-5)])), Level.WARNING, "0.01 GB/s", "if_include"),
+    (worst(judge_links([NetworkLink("rank 0 on a", "rank 1 on b", 1e9, 1e-5)])), Level.OK, "1 GB/s", ""),
+    (
+        worst(judge_links([NetworkLink("rank 0 on a", "rank 1 on b", 1e7, 1e-5)])),
+        Level.WARNING,
+        "0.01 GB/s",
+        "if_include",
+    ),
     (
         worst(
-            judge_links([Link(f"rank {i} on h{i}", f"rank 9 on h{i + 1}", 1e9 + 9e9 * (i > 0), 1e-5) for i in range(3)])
+            judge_links(
+                [NetworkLink(f"rank {i} on h{i}", f"rank 9 on h{i + 1}", 1e9 + 9e9 * (i > 0), 1e-5) for i in range(3)]
+            )
         ),
         Level.WARNING,
         "from rank 0 on h0",
@@ -272,19 +279,25 @@ CASES: list[tuple[Finding, Level, str, str]] = [
         "firewall",
     ),
     (
-        worst(judge_shared_folder({"a": SharedFolder("/r", True, True), "b": SharedFolder("/r", True, True)})),
+        worst(
+            judge_shared_folder({"a": SharedFolderCheck("/r", True, True), "b": SharedFolderCheck("/r", True, True)})
+        ),
         Level.OK,
         "",
         "",
     ),
     (
-        worst(judge_shared_folder({"a": SharedFolder("/r", True, True), "b": SharedFolder("/r", False, False)})),
+        worst(
+            judge_shared_folder({"a": SharedFolderCheck("/r", True, True), "b": SharedFolderCheck("/r", False, False)})
+        ),
         Level.ERROR,
         "not seen on b",
         "network file system",
     ),
     (
-        worst(judge_shared_folder({"a": SharedFolder("/r", True, True), "b": SharedFolder("/r", True, False)})),
+        worst(
+            judge_shared_folder({"a": SharedFolderCheck("/r", True, True), "b": SharedFolderCheck("/r", True, False)})
+        ),
         Level.WARNING,
         "a lock that rank 0 holds in /r is not seen on b",
         "local_lock=none",
@@ -301,7 +314,7 @@ def test_judgements(finding: Finding, level: Level, found: str, remedy: str) -> 
 def test_one_host_has_nothing_to_compare() -> None:
     assert judge_clocks({"a": Clock(0, 0)}) == []
     assert judge_links([]) == judge_ports([]) == []
-    assert judge_shared_folder({"a": SharedFolder("/r", True, True)}) == []
+    assert judge_shared_folder({"a": SharedFolderCheck("/r", True, True)}) == []
 
 
 def test_findings_of_many_hosts_are_few_lines() -> None:

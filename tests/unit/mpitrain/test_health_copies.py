@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpitrain.job.health.checksums import BLOCK, Checksum, block_sums, checksums, flipped_bit
-from mpitrain.job.health.pieces import Rows, common_rows, index_in_whole
+from mpitrain.job.health.pieces import TensorRows, common_rows, index_in_whole
 from mpitrain.job.health.verdict import Verdict, judge, together
 
 DTYPES = [
@@ -95,7 +95,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted),
 
 @given(st.lists(RANGES, min_size=1, max_size=5))
 def test_common_rows_are_those_that_each_two_ranks_hold(ranges: list[list[list[int]]]) -> None:
-    held = [[Rows("w", (), begin, end) for begin, end in its] for its in ranges]
+    held = [[TensorRows("w", (), begin, end) for begin, end in its] for its in ranges]
     found = common_rows(held)
     holders = [{rank for rank, its in enumerate(ranges) if any(b <= row < e for b, e in its)} for row in range(12)]
     of_row: dict[int, tuple[int, ...]] = {}
@@ -109,7 +109,10 @@ def test_common_rows_are_those_that_each_two_ranks_hold(ranges: list[list[list[i
 
 def test_rows_of_other_tensors_or_boxes_are_not_copies() -> None:
     here, there = (((0, 0), (4, 2)),), (((0, 2), (4, 2)),)
-    assert common_rows([[Rows("w", here, 0, 4)], [Rows("w", there, 0, 4)], [Rows("v", here, 0, 4)]]) == []
+    assert (
+        common_rows([[TensorRows("w", here, 0, 4)], [TensorRows("w", there, 0, 4)], [TensorRows("v", here, 0, 4)]])
+        == []
+    )
 
 
 def test_the_index_in_the_whole() -> None:

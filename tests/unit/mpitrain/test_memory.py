@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpitrain.job.config import parse
-from mpitrain.tensor.node_arrays import Sizes
+from mpitrain.tensor.node_arrays import ArraySizes
 from mpitrain.tools.plan.memory.prediction import KINDS, Prediction, predict
 
 SMALL = ["--model.width", "64", "--model.layers", "4", "--model.heads", "2", "--train.batch", "16"]
@@ -231,7 +231,7 @@ def test_the_command_starts_no_mpi(text: list[str]) -> None:
 
 def test_the_next_shared_array() -> None:
     """The smallest free array that fits; a new one takes the place of the largest free one. Prediction and run have this one rule."""
-    sizes = Sizes()
+    sizes = ArraySizes()
     for nbytes in (100_000, 5_000, 20_000):
         choice = sizes.choose(nbytes, np.zeros(sizes.count, np.bool_))
         assert (

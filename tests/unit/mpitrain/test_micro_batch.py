@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpitrain.job.train.batches.micro_batch import Copies, MicroBatch
+from mpitrain.job.train.batches.micro_batch import GpuCopies, MicroBatch
 from mpitrain.models import Segments
 
 SLEEP = 200_000_000  # cycles of a GPU: a tenth of a second
@@ -30,7 +30,7 @@ def test_the_same_on_another_device() -> None:
 @pytest.mark.gpu
 def test_a_copy_travels_while_the_gpu_computes() -> None:
     device = torch.device("cuda", 0)
-    copies = Copies(device)
+    copies = GpuCopies(device)
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP)
     sent = copies.begun(batch())
@@ -43,7 +43,7 @@ def test_a_copy_travels_while_the_gpu_computes() -> None:
 @pytest.mark.gpu
 def test_kernels_wait_for_the_copy() -> None:
     device = torch.device("cuda", 0)
-    copies = Copies(device)
+    copies = GpuCopies(device)
     with torch.cuda.stream(copies._stream):
         torch.cuda._sleep(SLEEP)
     assert equal(copies.begun(batch()).to(device), batch())

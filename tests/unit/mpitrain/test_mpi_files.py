@@ -14,7 +14,14 @@ from launching import ROOT
 from mpitrain.job.elastic.supervisor import scripts
 from mpitrain.job.elastic.supervisor.agents import Answer, clean, parse_agent, probe
 from mpitrain.job.elastic.supervisor.mpi_files import segments
-from mpitrain.job.elastic.supervisor.mpi_files.sessions import PLACE_PREFIX, VARIABLES, Found, Session, Sessions, make
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import (
+    PLACE_PREFIX,
+    VARIABLES,
+    CleanedFolders,
+    SessionFolder,
+    Sessions,
+    make,
+)
 from mpitrain.job.elastic.supervisor.words import parse
 from mpitrain.job.record.files.marks import SUPERVISOR_VARIABLE
 
@@ -122,7 +129,7 @@ def test_no_folder_is_made_in_that_of_another_launch(place: Path) -> None:
     assert inner is not None and Path(inner.folder).parent == several
 
 
-def begun(place: Path) -> Session:
+def begun(place: Path) -> SessionFolder:
     """A folder with what a killed mpirun has left."""
     session = make(OPEN_MPI, {"TMPDIR": str(place)})
     assert session is not None
@@ -132,7 +139,7 @@ def begun(place: Path) -> Session:
     return session
 
 
-def cleaned(*sessions: Session, host: str = "localhost") -> Found:
+def cleaned(*sessions: SessionFolder, host: str = "localhost") -> CleanedFolders:
     agent = parse_agent("sh -c 'eval \"$2\"' agent")  # of the words that follow, the second is the script
     return clean(agent, [host], sessions, 20.0, {})[host].folders
 
@@ -142,7 +149,7 @@ def test_only_the_folder_of_the_launch_is_removed(place: Path, host: str) -> Non
     mine, other = begun(place), begun(place)
     user = place / "ompi.70007"
     user.mkdir()
-    assert cleaned(mine, Session(f"{place}/none", "1:1"), host=host).kept == set()
+    assert cleaned(mine, SessionFolder(f"{place}/none", "1:1"), host=host).kept == set()
     assert set(place.iterdir()) == {Path(other.folder), user}
 
 
@@ -155,7 +162,7 @@ def test_what_stands_in_its_place_now_is_not_removed(place: Path) -> None:
     os.rename(swapped.folder, place / "b")
     (Path(swapped.folder) / "ompi.1").mkdir(parents=True)
     Path(kept.folder, "thesis.tex").touch()
-    assert cleaned(linked, swapped, kept) == Found(frozenset(), frozenset({2}))
+    assert cleaned(linked, swapped, kept) == CleanedFolders(frozenset(), frozenset({2}))
     for folder in (victim / "ompi.1", Path(swapped.folder, "ompi.1"), Path(kept.folder, "thesis.tex")):
         assert folder.exists()
 
@@ -166,10 +173,10 @@ def test_the_folder_of_a_living_mpirun_is_not_removed(place: Path) -> None:
     assert empty is not None
     env = {**os.environ, ORTE: session.folder, PRTE: empty.folder}
     with subprocess.Popen(["cat"], env=env, stdin=subprocess.PIPE) as inner:
-        assert cleaned(session, empty) == Found(frozenset({1}), frozenset({0}))
+        assert cleaned(session, empty) == CleanedFolders(frozenset({1}), frozenset({0}))
         assert Path(session.folder, "ompi.17/hwloc.sm").exists()
         inner.communicate()
-    assert cleaned(session) == Found(frozenset({0}))
+    assert cleaned(session) == CleanedFolders(frozenset({0}))
     assert list(place.iterdir()) == []
 
 
@@ -183,13 +190,13 @@ def test_a_host_answers_at_once_whatever_stays_on_it(place: Path) -> None:
     started.append(subprocess.Popen(["sleep", "0.4"], env={**os.environ, ORTE: ends.folder}))
     try:
         began = time.monotonic()
-        assert cleaned(ends, *stuck) == Found(frozenset({0}), frozenset({1, 2, 3}))
+        assert cleaned(ends, *stuck) == CleanedFolders(frozenset({0}), frozenset({1, 2, 3}))
         first_s = time.monotonic() - began
         assert first_s > 0.4
         for session in stuck:
             session.kept = {"this host"}
         began = time.monotonic()
-        assert cleaned(*stuck) == Found(kept=frozenset({0, 1, 2}))
+        assert cleaned(*stuck) == CleanedFolders(kept=frozenset({0, 1, 2}))
         assert time.monotonic() - began < first_s - 0.4, "no moment for what has stayed"
     finally:
         for process in started:
@@ -197,7 +204,7 @@ def test_a_host_answers_at_once_whatever_stays_on_it(place: Path) -> None:
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-    assert cleaned(*stuck) == Found(frozenset({0, 1, 2}))
+    assert cleaned(*stuck) == CleanedFolders(frozenset({0, 1, 2}))
 
 
 @pytest.mark.parametrize("grep", ["exit 127", "case $* in *z*) exit 2 ;; esac"])
@@ -209,7 +216,7 @@ def test_without_a_grep_that_can_tell_a_folder_is_in_use(
     (place / "bin/grep").write_text(f"#!/bin/sh\n{grep}\n")
     (place / "bin/grep").chmod(0o755)
     monkeypatch.setenv("PATH", str(place / "bin"), prepend=":")
-    assert cleaned(session) == Found(kept=frozenset({0}))
+    assert cleaned(session) == CleanedFolders(kept=frozenset({0}))
     assert Path(session.folder, "ompi.17/hwloc.sm").exists()
 
 
@@ -225,7 +232,7 @@ def test_a_folder_stays_on_the_list_until_it_is_removed(place: Path) -> None:
     settings = sessions.begin(OPEN_MPI, {PRTE: str(place)}, ["localhost", "far1", "far2", "far3"])
     assert set(settings) == set(VARIABLES)
     (folder,) = set(settings.values())
-    gone, kept = Found(frozenset({0})), Found(kept=frozenset({0}))
+    gone, kept = CleanedFolders(frozenset({0})), CleanedFolders(kept=frozenset({0}))
     first = {"localhost": gone, "far1": gone, "far2": kept}
     assert sessions.settle(first) == [f"removed mpirun's folder {folder} on this host, far1"]
     assert sessions.hosts() == {"far2", "far3"}
@@ -234,8 +241,10 @@ def test_a_folder_stays_on_the_list_until_it_is_removed(place: Path) -> None:
         f"mpirun's folder {folder} stays on far2: {reason}",
         f"mpirun's folder {folder} may stay on far3: not reached",
     ]
-    assert sessions.settle({"localhost": Found(), "far2": gone}) == [f"removed mpirun's folder {folder} on far2"]
-    assert sessions.settle({"far3": Found()}) == []
+    assert sessions.settle({"localhost": CleanedFolders(), "far2": gone}) == [
+        f"removed mpirun's folder {folder} on far2"
+    ]
+    assert sessions.settle({"far3": CleanedFolders()}) == []
     assert sessions.left == [] == list(sessions.remaining())
 
 

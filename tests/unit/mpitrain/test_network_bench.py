@@ -19,9 +19,9 @@ from mpitrain.tools.bench.network.results import (
     loss_tables,
     wire_tables,
 )
-from mpitrain.tools.bench.results import Case
+from mpitrain.tools.bench.results import BenchCase
 
-CASE = Case(width=64, layers=2, heads=2, context=16, batch=1)
+CASE = BenchCase(width=64, layers=2, heads=2, context=16, batch=1)
 
 
 def shown(tables: Any) -> list[list[str]]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from collectives import Communicator
 from mpitrain.placement import parts
-from mpitrain.placement.parts import Part
+from mpitrain.placement.parts import ParameterPart
 
 
 def ranks(size: int) -> list[Communicator]:
@@ -18,7 +18,7 @@ def ranks(size: int) -> list[Communicator]:
 
 
 @st.composite
-def whole_and_parts(draw: st.DrawFn) -> tuple[torch.Tensor, list[Part]]:
+def whole_and_parts(draw: st.DrawFn) -> tuple[torch.Tensor, list[ParameterPart]]:
     size = draw(st.integers(1, 4))
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -29,7 +29,7 @@ def whole_and_parts(draw: st.DrawFn) -> tuple[torch.Tensor, list[Part]]:
 
 
 @given(whole_and_parts())
-def test_parts_make_the_whole(case: tuple[torch.Tensor, list[Part]]) -> None:
+def test_parts_make_the_whole(case: tuple[torch.Tensor, list[ParameterPart]]) -> None:
     whole, of_ranks = case
     made = torch.full_like(whole, -1)
     for part in of_ranks:
@@ -45,7 +45,7 @@ def test_parts_make_the_whole(case: tuple[torch.Tensor, list[Part]]) -> None:
 
 
 @given(whole_and_parts(), st.data())
-def test_a_box_of_a_part_is_found_in_the_whole(case: tuple[torch.Tensor, list[Part]], data: Any) -> None:
+def test_a_box_of_a_part_is_found_in_the_whole(case: tuple[torch.Tensor, list[ParameterPart]], data: Any) -> None:
     whole, of_ranks = case
     part = data.draw(st.sampled_from(of_ranks))
     mine = part.take(whole)

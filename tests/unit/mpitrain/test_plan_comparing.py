@@ -11,12 +11,24 @@ from rich.console import Console
 from mpitrain.job.record.machine.machine import load
 from mpitrain.tools.plan.comparing.cases import layouts, name_of
 from mpitrain.tools.plan.comparing.report import tables
-from mpitrain.tools.plan.comparing.results import ComparisonLaunch, Row, excess_of_best, in_order, median_error, merged
+from mpitrain.tools.plan.comparing.results import (
+    ComparisonLaunch,
+    LayoutRow,
+    excess_of_best,
+    in_order,
+    median_error,
+    merged,
+)
 from mpitrain.tools.plan.layout import MPITRAIN
-from mpitrain.tools.plan.measuring.small_gpt import Size, config_of
+from mpitrain.tools.plan.measuring.small_gpt import GptSize, config_of
 from mpitrain.tools.plan.price import price
 
-ROWS = [Row("a", 1.0, 1.0, 0.9), Row("b", 1.1, 1.1, 1.0), Row("c", 0.9, 1.5, 1.4), Row("d", 3.0, 2.0, 1.9)]
+ROWS = [
+    LayoutRow("a", 1.0, 1.0, 0.9),
+    LayoutRow("b", 1.1, 1.1, 1.0),
+    LayoutRow("c", 0.9, 1.5, 1.4),
+    LayoutRow("d", 3.0, 2.0, 1.9),
+]
 
 
 def test_layouts_cover_what_the_trainer_has() -> None:
@@ -35,7 +47,7 @@ def test_layouts_cover_what_the_trainer_has() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_trainer_has_settings_for_each_layout(ranks: int) -> None:
-    size, machine = Size(layers=8, batch=16), load("h100")
+    size, machine = GptSize(layers=8, batch=16), load("h100")
     for layout in layouts(ranks, 16).values():
         config = config_of(size, layout, machine)
         assert config.train.accumulate == layout.num_micro
@@ -59,13 +71,13 @@ def test_figures() -> None:
     assert in_order(ROWS[:1]) == (0, 0)
 
 
-def launch(*rows: Row, threads: int = 1) -> ComparisonLaunch:
+def launch(*rows: LayoutRow, threads: int = 1) -> ComparisonLaunch:
     return ComparisonLaunch({"cpu": "x"}, 2, 1, threads=threads, size="GPT", steps=3, load=0.5, rows=rows)
 
 
 def test_launches_are_merged_by_medians() -> None:
-    launches = [launch(Row("a", 1.0, seconds, seconds)) for seconds in (2.0, 9.0, 3.0)]
-    assert merged(launches) == [Row("a", 1.0, 3.0, 2.0)]
+    launches = [launch(LayoutRow("a", 1.0, seconds, seconds)) for seconds in (2.0, 9.0, 3.0)]
+    assert merged(launches) == [LayoutRow("a", 1.0, 3.0, 2.0)]
     console = Console(width=150, file=StringIO())
     console.print(*tables([*launches, launch(*ROWS, threads=2)]), sep="\n")
     text = console.file.getvalue()  # type: ignore[attr-defined]

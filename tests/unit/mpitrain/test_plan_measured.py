@@ -4,18 +4,18 @@ from dataclasses import fields, replace
 
 import pytest
 
-from mpitrain.job.record.machine.constants import Kernels, Links, Overheads
+from mpitrain.job.record.machine.constants import KernelConstants, Links, Overheads
 from mpitrain.job.record.machine.machine import from_text, load
 from mpitrain.tools.plan import price as prices
-from mpitrain.tools.plan.kernels import Part, kernels_of
-from mpitrain.tools.plan.layout import MPITRAIN, Layout
+from mpitrain.tools.plan.kernels import BlockPart, kernels_of
+from mpitrain.tools.plan.layout import MPITRAIN, RankLayout
 from mpitrain.tools.plan.links import gather, group, message, reduce, scatter
-from mpitrain.tools.plan.measuring.constants import Constant, to_toml
+from mpitrain.tools.plan.measuring.constants import MeasuredConstant, to_toml
 from mpitrain.tools.plan.measuring.overheads import BASE, DEEP, MANY, fitted, layouts
 from mpitrain.tools.plan.price import price, stage_times
 from mpitrain.tools.plan.transformer import find
 
-KERNELS = Kernels(
+KERNELS = KernelConstants(
     product_flops=(4e10, 5e10),
     cut_product_flops=(8e10, 5e10),
     weight_s=(1e-9, 2e-9),
@@ -43,10 +43,10 @@ PLAIN = replace(
 )
 MACHINE = replace(PLAIN, kernels=KERNELS, links=LINKS)
 MODEL = replace(find("gpt-tiny"), layers=4)
-DATA = Layout(data=2, micro=4, batch=8)
+DATA = RankLayout(data=2, micro=4, batch=8)
 
 
-def step(layout: Layout) -> float:
+def step(layout: RankLayout) -> float:
     return price(MODEL, MACHINE, MPITRAIN, layout).step_s
 
 
@@ -54,7 +54,7 @@ def test_kernels_are_those_of_the_file() -> None:
     whole, cut = (kernels_of(MACHINE, is_cut=is_cut) for is_cut in (False, True))
     assert whole.product(128, 256, 512) == KERNELS.product_s(128, 256, 512)
     assert cut.product(128, 256, 512) == KERNELS.product_s(128, 256, 512, is_cut=True)
-    part = Part(128, 1, 4, 4 * MODEL.width)
+    part = BlockPart(128, 1, 4, 4 * MODEL.width)
     assert whole.attention(MODEL, MPITRAIN, part) == KERNELS.attention_s(128, MODEL.context, 4 * MODEL.head_width)
     elements = 128 * MODEL.width
     assert whole.elementwise(MODEL, MPITRAIN, part)[0] == pytest.approx(
@@ -119,20 +119,20 @@ def test_recomputation_stops_before_the_last_product_unless_it_is_cut() -> None:
     all_ = price(MODEL, MACHINE, replace(MPITRAIN, recomputes_last=True), DATA._replace(recompute="block"))
     left_out = all_.seconds["again"] / MODEL.layers - whole
     assert left_out == pytest.approx(kernels.product(tokens, MODEL.inner, MODEL.width)[0])
-    cut = Layout(tensor=2, micro=8, batch=8, recompute="block")
+    cut = RankLayout(tensor=2, micro=8, batch=8, recompute="block")
     assert price(MODEL, MACHINE, MPITRAIN, cut) == price(MODEL, MACHINE, replace(MPITRAIN, recomputes_last=True), cut)
 
 
 def test_stages_have_the_blocks_of_the_trainer() -> None:
-    layout = Layout(pipeline=2, micro=1, batch=8)
+    layout = RankLayout(pipeline=2, micro=1, batch=8)
     first, last = stage_times(MODEL, MACHINE, MPITRAIN, layout)
     assert last.forward > first.forward  # the head
-    whole = stage_times(MODEL, MACHINE, MPITRAIN, Layout(micro=1, batch=8))
+    whole = stage_times(MODEL, MACHINE, MPITRAIN, RankLayout(micro=1, batch=8))
     assert len(whole) == 1 and whole[0].message == 0 < first.message
 
 
 def test_the_waits_of_a_pipeline_follow_from_its_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(pipeline=2, micro=1, batch=8)
+    layout = RankLayout(pipeline=2, micro=1, batch=8)
     exact = price(MODEL, MACHINE, MPITRAIN, layout)
     assert exact.seconds["bubble"] > 0 and exact.seconds["messages"] > 0
     # The formula, for large pipelines, has stages that are alike.
@@ -146,13 +146,13 @@ def test_products_of_weights_may_take_longest(schedule: str, monkeypatch: pytest
     monkeypatch.setattr(prices, "_MOST_ACTIONS", 0)
     machine = replace(MACHINE, kernels=replace(KERNELS, cut_product_flops=(4e11, 1e10)))
     chunks = 1 if schedule in ("gpipe", "1f1b", "zb-h1") else 2
-    layout = Layout(pipeline=2, schedule=schedule, stages_per_rank=chunks, micro=1, batch=8)
+    layout = RankLayout(pipeline=2, schedule=schedule, stages_per_rank=chunks, micro=1, batch=8)
     assert price(MODEL, machine, MPITRAIN, layout).seconds["bubble"] >= 0
 
 
 def test_the_file_of_measure_is_a_machine() -> None:
-    def constants(of: object) -> dict[str, Constant]:
-        return {name: Constant(value, "From a test.") for name, value in vars(of).items() if value is not None}
+    def constants(of: object) -> dict[str, MeasuredConstant]:
+        return {name: MeasuredConstant(value, "From a test.") for name, value in vars(of).items() if value is not None}
 
     plain = constants(PLAIN)
     del plain["efficiency"]
@@ -188,7 +188,7 @@ def test_overheads_are_those_of_the_file() -> None:
     """Four blocks."""
     machine = replace(MACHINE, overheads=OVERHEADS)
 
-    def overhead(layout: Layout) -> float:
+    def overhead(layout: RankLayout) -> float:
         seconds = price(MODEL, machine, MPITRAIN, layout).seconds["overhead"]
         assert price(MODEL, MACHINE, MPITRAIN, layout).seconds["overhead"] == 0
         return seconds
@@ -199,9 +199,9 @@ def test_overheads_are_those_of_the_file() -> None:
     gathered = DATA._replace(zero=3)
     assert overhead(gathered) == pytest.approx(0.1 + 0.02 + 4 * 0.002)
     assert overhead(gathered._replace(resident=True)) == overhead(DATA)
-    both = Layout(tensor=2, data=2, zero=3, micro=4, batch=8)
+    both = RankLayout(tensor=2, data=2, zero=3, micro=4, batch=8)
     assert overhead(both) == pytest.approx(0.2 + 0.04 + 0.01 + 4 * (0.005 + 0.001))
-    tensor = Layout(tensor=2, micro=8, batch=8)
+    tensor = RankLayout(tensor=2, micro=8, batch=8)
     assert overhead(tensor) == pytest.approx(0.2 + 0.04 + 4 * 0.005)
     assert overhead(tensor._replace(sequence=False)) == pytest.approx(0.2 + 0.03 + 4 * 0.003)
     # A block that is computed again has the exchanges of a forward, too.
@@ -211,7 +211,7 @@ def test_overheads_are_those_of_the_file() -> None:
 def test_overheads_of_a_pipeline_are_those_of_its_stages() -> None:
     """Ranks wait for the overhead of the others, as for their computation. Two stages of two blocks, and eight micro-batches."""
     machine = replace(MACHINE, overheads=OVERHEADS)
-    layout = Layout(pipeline=2, micro=1, batch=8)
+    layout = RankLayout(pipeline=2, micro=1, batch=8)
     plain, more = (price(MODEL, of, MPITRAIN, layout) for of in (MACHINE, machine))
     of_stage = 0.05 + 2 * 0.006
     assert more.seconds["overhead"] == pytest.approx(0.3 + 8 * of_stage)
@@ -219,7 +219,7 @@ def test_overheads_of_a_pipeline_are_those_of_its_stages() -> None:
     again = price(MODEL, machine, MPITRAIN, layout._replace(recompute="block")).seconds["overhead"]
     assert again == pytest.approx(0.3 + 8 * (of_stage + 2 * 0.0005))
     # The formula of large pipelines has as many stages.
-    two = Layout(pipeline=2, schedule="interleaved", stages_per_rank=2, micro=1, batch=8)
+    two = RankLayout(pipeline=2, schedule="interleaved", stages_per_rank=2, micro=1, batch=8)
     exact = price(MODEL, machine, MPITRAIN, two).step_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prices, "_MOST_ACTIONS", 0)

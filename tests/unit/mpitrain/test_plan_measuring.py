@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mpitrain.job.record.machine.constants import Kernels, Links
+from mpitrain.job.record.machine.constants import KernelConstants, Links
 from mpitrain.job.record.machine.memory import node_bytes
 from mpitrain.tools.plan.measuring import kernels, links
-from mpitrain.tools.plan.measuring.constants import Constant, to_toml
-from mpitrain.tools.plan.measuring.links import Found
+from mpitrain.tools.plan.measuring.constants import MeasuredConstant, to_toml
+from mpitrain.tools.plan.measuring.links import GroupLinks
 
-SIZES = kernels.Sizes(tokens=512, width=768, parameters=1000)
+SIZES = kernels.KernelSizes(tokens=512, width=768, parameters=1000)
 FLOPS = 2 * 512 * 768 * 4 * 768
 CAUSAL = 2 * 512 * 128 * 768  # without the masked half
 OF_CALLS = {
@@ -45,13 +45,13 @@ TAKEN = {(name, "call"): seconds for name, seconds in OF_CALLS.items()} | {
 def test_the_file_is_toml_with_the_origin_of_each_constant() -> None:
     sections = {
         "": {
-            "name": Constant('a "b"', "A name."),
-            "memory": Constant(12_638_251_008, "Whole."),
-            "one": Constant(1.0, "Not whole."),
-            "small": Constant(1.23456e-9, "Cut to four digits."),
-            "yes": Constant(True, "Two\nlines."),
+            "name": MeasuredConstant('a "b"', "A name."),
+            "memory": MeasuredConstant(12_638_251_008, "Whole."),
+            "one": MeasuredConstant(1.0, "Not whole."),
+            "small": MeasuredConstant(1.23456e-9, "Cut to four digits."),
+            "yes": MeasuredConstant(True, "Two\nlines."),
         },
-        "links": {"pair": Constant((2e9, 0.5), "A pair.")},
+        "links": {"pair": MeasuredConstant((2e9, 0.5), "A pair.")},
     }
     text = to_toml(sections, "First.\nSecond.")
     assert text.startswith("# First.\n# Second.\n\n# A name.\nname = ")
@@ -66,8 +66,8 @@ def test_the_file_is_toml_with_the_origin_of_each_constant() -> None:
 def test_constants_of_kernels() -> None:
     found = kernels.constants(TAKEN, 9e10, SIZES, 4)
     values = {name: constant.value for section in found.values() for name, constant in section.items()}
-    read = msgspec.convert({name: constant.value for name, constant in found["kernels"].items()}, Kernels)
-    assert [*found["kernels"]] == [field.name for field in fields(Kernels)]
+    read = msgspec.convert({name: constant.value for name, constant in found["kernels"].items()}, KernelConstants)
+    assert [*found["kernels"]] == [field.name for field in fields(KernelConstants)]
     assert read.product_flops == pytest.approx((5e10, 1e11))
     assert read.cut_product_flops == pytest.approx((8e10, 4e10))
     assert read.weight_s == pytest.approx((1e-4 / (4 * 768**2), 3e-4 / (4 * 768**2)))
@@ -96,7 +96,7 @@ def test_no_share_exceeds_the_whole() -> None:
 def test_seconds_of_products_and_attention() -> None:
     """At the sizes that were measured they are what was measured; between two lengths they are in between."""
     found = kernels.constants(TAKEN, 9e10, SIZES, 4)["kernels"]
-    read = msgspec.convert({name: constant.value for name, constant in found.items()}, Kernels)
+    read = msgspec.convert({name: constant.value for name, constant in found.items()}, KernelConstants)
     assert read.product_s(512, 768, 3072) == pytest.approx(OF_GRADIENTS["linear"])
     assert read.product_s(64, 768, 3072) == pytest.approx(OF_GRADIENTS["few rows"])
     assert read.product_s(512, 768, 3072, is_cut=True)[0] == pytest.approx(OF_CALLS["cut forward"])
@@ -131,7 +131,7 @@ OF_NODE = {
 def test_constants_of_links() -> None:
     """A gather on 8 ranks moves 7/8 of the array through each, and an all-reduce twice this."""
     slower = {name: tuple((size, 10 * seconds) for size, seconds in sizes) for name, sizes in OF_NODE.items()}
-    found = links.constants({"node": Found(8, OF_NODE), "network": Found(2, slower)}, 1e10)
+    found = links.constants({"node": GroupLinks(8, OF_NODE), "network": GroupLinks(2, slower)}, 1e10)
     top = {key: constant.value for key, constant in found[""].items()}
     assert top == pytest.approx({"node_bandwidth": 7e9, "bandwidth": 4e8, "node_latency_s": 2e-6, "latency_s": 6e-5})
     harmonic = 3 / (1 / 7 + 1 / 7 + 1 / 1.75)
@@ -150,14 +150,14 @@ def test_seconds_of_links() -> None:
 
 
 def test_links_that_are_not_there_have_the_values_of_those_that_are() -> None:
-    of_node = links.constants({"node": Found(2, OF_NODE)}, 1e10)
+    of_node = links.constants({"node": GroupLinks(2, OF_NODE)}, 1e10)
     assert of_node[""]["bandwidth"].value == of_node[""]["node_bandwidth"].value == pytest.approx(4e9)
     assert "all ranks are on one node" in of_node[""]["bandwidth"].how
     assert not any(
         "Not measured" in constant.how
         for constant in (of_node[""]["node_bandwidth"], of_node["efficiency"]["node_link"])
     )
-    across = links.constants({"network": Found(2, OF_NODE)}, 1e10)
+    across = links.constants({"network": GroupLinks(2, OF_NODE)}, 1e10)
     assert across[""]["node_bandwidth"].value == across[""]["bandwidth"].value == pytest.approx(4e9)
     assert "each node has one rank" in across[""]["node_bandwidth"].how and set(across["links"]) == {
         *OF_NODE,
@@ -170,10 +170,10 @@ def test_links_that_are_not_there_have_the_values_of_those_that_are() -> None:
 def test_kernels_refuse_what_is_not_positive() -> None:
     values = {name: constant.value for name, constant in kernels.constants(TAKEN, 9e10, SIZES, 4)["kernels"].items()}
     with pytest.raises(msgspec.ValidationError, match=r"kernels\.gelu_s: expected positive numbers"):
-        msgspec.convert(values | {"gelu_s": (0.0, 1.0)}, Kernels)
+        msgspec.convert(values | {"gelu_s": (0.0, 1.0)}, KernelConstants)
     with pytest.raises(msgspec.ValidationError, match="lengths that increase"):
-        msgspec.convert(values | {"attention_flops": ((256, 1.0, 1.0), (128, 1.0, 1.0))}, Kernels)
-    assert msgspec.convert(values | {"weight_s": (0.0, 0.0)}, Kernels).weight_s == (0, 0)
+        msgspec.convert(values | {"attention_flops": ((256, 1.0, 1.0), (128, 1.0, 1.0))}, KernelConstants)
+    assert msgspec.convert(values | {"weight_s": (0.0, 0.0)}, KernelConstants).weight_s == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mpitrain.job.record.machine.machine import load
 from mpitrain.tools.plan.footprint import footprint
 from mpitrain.tools.plan.layout import MEGATRON_2021
 from mpitrain.tools.plan.price import price
-from mpitrain.tools.plan.search import Job, search
+from mpitrain.tools.plan.search import PlanJob, search
 
 LIMITS = {  # mean and worst error
     "Narayanan 2021, table 1": (0.03, 0.08),
@@ -78,7 +78,7 @@ def test_best_layouts(choice: Choice) -> None:
 def test_tensor_parallelism_stays_in_the_node(batch: int) -> None:
     """A search over all layouts of figure 13's program, model and ranks, without interleaving."""
     fixed = (("schedule", "1f1b"), ("recompute", "block"), ("micro", 1))
-    found = search(Job(CHOICES[0].model, load("a100"), MEGATRON_2021, 64, batch, fixed))
+    found = search(PlanJob(CHOICES[0].model, load("a100"), MEGATRON_2021, 64, batch, fixed))
     best = found.best
     assert best is not None
     assert (best.layout.tensor, best.layout.pipeline, best.layout.data) == (8, 8, 1)

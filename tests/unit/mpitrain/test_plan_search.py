@@ -21,7 +21,7 @@ from mpitrain.tools.plan.layout import (
     LLAMA_2024,
     MEGATRON_2021,
     MPITRAIN,
-    Layout,
+    RankLayout,
     Software,
     rank_parameters,
     stage_blocks,
@@ -31,7 +31,7 @@ from mpitrain.tools.plan.links import exchange, gather, group, message, reduce
 from mpitrain.tools.plan.memory.prediction import predict
 from mpitrain.tools.plan.price import busiest_stage, price
 from mpitrain.tools.plan.report import _size, reasons, show
-from mpitrain.tools.plan.search import Job, Plan, layouts, search
+from mpitrain.tools.plan.search import LayoutPlan, PlanJob, layouts, search
 from mpitrain.tools.plan.settings import to_toml
 from mpitrain.tools.plan.transformer import NAMED, find, of_sizes
 
@@ -48,8 +48,8 @@ CPU = replace(
 )
 
 
-def job(model: str = "llama3-8b", ranks: int = 64, batch: int = 128, **fixed: object) -> Job:
-    return Job(find(model), H100, MPITRAIN, ranks, batch, tuple(fixed.items()))
+def job(model: str = "llama3-8b", ranks: int = 64, batch: int = 128, **fixed: object) -> PlanJob:
+    return PlanJob(find(model), H100, MPITRAIN, ranks, batch, tuple(fixed.items()))
 
 
 # Models
@@ -178,25 +178,25 @@ def test_the_busiest_stage_sets_the_pace(blocks: list[int], chunks: int, head: f
 
 
 def test_time_and_memory_of_a_pipeline_use_the_division_of_the_trainer() -> None:
-    model, layout = NAMED["llama3-8b"], Layout(pipeline=8, micro=1, batch=64)
+    model, layout = NAMED["llama3-8b"], RankLayout(pipeline=8, micro=1, batch=64)
     assert stage_blocks(model, MPITRAIN, layout) == (5, 5, 5, 5, 5, 5, 2, 0)
     kept = activations(model, H100, MPITRAIN, layout)[0]
     assert footprint(model, H100, MPITRAIN, layout)["activations"] == 8 * 5 * kept
-    one = price(model, H100, MPITRAIN, Layout(batch=64)).seconds["compute"]
+    one = price(model, H100, MPITRAIN, RankLayout(batch=64)).seconds["compute"]
     assert price(model, H100, MPITRAIN, layout).seconds["compute"] == pytest.approx(one * 5 / (32 + 2.4), rel=0.05)
     assert rank_parameters(model, MPITRAIN, layout).all == 5 * model.block_parameters + model.vocab * model.width
     assert stage_blocks(NAMED["gpt3-175b"], MEGATRON_2021, layout) == (12,) * 8
 
 
 def test_a_busy_head_does_not_hide_the_exchanges_of_other_stages() -> None:
-    layout = Layout(tensor=2, pipeline=8, micro=1, batch=64)
+    layout = RankLayout(tensor=2, pipeline=8, micro=1, batch=64)
     made = price(NAMED["llama3.2-1b"], H100, MPITRAIN, layout)
     assert stage_blocks(NAMED["llama3.2-1b"], MPITRAIN, layout)[-1] == 0
     assert made.sent["tensor"].node_bytes > 0
 
 
 def test_ranks_with_other_experts_do_not_share_the_optimizer() -> None:
-    model, layout = NAMED["mixtral-8x7b"], Layout(data=64, experts=8, zero=2, micro=1, batch=64)
+    model, layout = NAMED["mixtral-8x7b"], RankLayout(data=64, experts=8, zero=2, micro=1, batch=64)
     everything = 64 * footprint(model, H100, MPITRAIN, layout)["optimizer"]
     assert everything == pytest.approx(12 * model.parameters, rel=1e-3)
     alone = rank_parameters(model, MPITRAIN, layout._replace(experts=1, zero=0))
@@ -222,7 +222,9 @@ def test_memory_is_monotone(tensor: int, pipeline: int, micro: int, sequence: bo
     model = find("llama3-8b")
 
     def nbytes(**changes: object) -> float:
-        one = Layout(tensor=tensor, pipeline=pipeline, data=8, micro=micro, batch=512, sequence=sequence and tensor > 1)
+        one = RankLayout(
+            tensor=tensor, pipeline=pipeline, data=8, micro=micro, batch=512, sequence=sequence and tensor > 1
+        )
         return sum(footprint(model, H100, MPITRAIN, one._replace(**changes)).values())
 
     stages = [nbytes(zero=stage) for stage in (0, 1, 2, 3)]
@@ -256,7 +258,7 @@ def test_memory_beside_the_prediction_from_operations(family: str, recompute: st
     counted = predict(config, 2, 2).rank
     kinds = ("parameters", "gradients", "optimizer", "full parameters", "gradient buffers", "activations")
     wanted = sum(counted[kind] for kind in kinds)
-    layout = Layout(tensor=tensor, data=2 // tensor, zero=stage, micro=4, batch=batch, sequence=tensor > 1)
+    layout = RankLayout(tensor=tensor, data=2 // tensor, zero=stage, micro=4, batch=batch, sequence=tensor > 1)
     model = of_sizes("x", config.model.resolve(), None)
     machine = replace(CPU, shares_memory=False)
     found = sum(footprint(model, machine, MPITRAIN, layout._replace(recompute=recompute)).values())  # type: ignore[arg-type]
@@ -279,7 +281,7 @@ def test_layouts_are_valid_and_distinct() -> None:
 
 def test_twenty_thousand_layouts_in_two_seconds() -> None:
     """The best of three: other processes of the machine may take the core. 0.8 s for 28,725 layouts were measured."""
-    big = Job(find("llama3-70b", 8192), H100, MPITRAIN, 512, 1024)
+    big = PlanJob(find("llama3-70b", 8192), H100, MPITRAIN, 512, 1024)
     seconds = []
     for _ in range(3):
         began = time.process_time()
@@ -307,7 +309,7 @@ def test_the_search_ranks_what_fits() -> None:
 @settings(deadline=None, max_examples=6)
 @given(st.sampled_from([8, 16, 32]), st.sampled_from([32, 64]), st.sampled_from(["gpt-xl", "llama3-8b"]))
 def test_less_memory_never_gives_a_faster_plan(ranks: int, batch: int, model: str) -> None:
-    whole = Job(find(model), H100, MPITRAIN, ranks, batch)
+    whole = PlanJob(find(model), H100, MPITRAIN, ranks, batch)
     best = search(whole).best
     smaller = search(replace(whole, machine=replace(H100, memory=0.6 * H100.memory))).best
     assert best is not None
@@ -336,7 +338,9 @@ def test_why_no_layout_is_possible(fixed: dict[str, object], software: Software,
 
 
 def test_the_last_stage_may_have_the_head_alone() -> None:
-    small = Job(replace(find("llama3-8b"), layers=7), H100, MPITRAIN, 4, 16, (("pipeline", 4), ("schedule", "zb-v")))
+    small = PlanJob(
+        replace(find("llama3-8b"), layers=7), H100, MPITRAIN, 4, 16, (("pipeline", 4), ("schedule", "zb-v"))
+    )
     assert search(small).num_layouts
 
 
@@ -376,7 +380,7 @@ def test_reasons() -> None:
 def test_plans_that_the_program_lacks_are_marked_below_those_that_it_has() -> None:
     long = replace(find("llama3-8b"), context=32768)
     for software, lacks in ((MPITRAIN, True), (LLAMA_2024, False)):
-        found = search(Job(long, H100, software, 64, 64))
+        found = search(PlanJob(long, H100, software, 64, 64))
         wide = next(plan for plan in found.fitting if plan.layout.context > 1)
         assert wide.lacks == "context parallelism" * lacks
         assert found.best is not None and (not lacks or found.best.layout.context == 1)
@@ -397,7 +401,7 @@ def test_bytes_in_a_fitting_unit(nbytes: float, said: str) -> None:
 
 
 def test_other_programs_have_other_layouts() -> None:
-    made = list(layouts(Job(find("gpt3-175b"), load("a100"), MEGATRON_2021, 64, 64)))
+    made = list(layouts(PlanJob(find("gpt3-175b"), load("a100"), MEGATRON_2021, 64, 64)))
     assert {layout.zero for layout in made} == {0}
     assert not any(layout.sequence for layout in made)
     assert {layout.schedule for layout in made} == {"gpipe", "1f1b", "interleaved"}
@@ -420,7 +424,7 @@ def test_learning_rate() -> None:
 def test_plans_are_settings(tmp_path: Path, machine: object) -> None:
     """Of the layouts that the present settings have: those without a pipeline."""
     assert machine in (H100, CPU)
-    one = Job(find("gpt-small", 256), CPU if machine is CPU else H100, MPITRAIN, 4, 16, (("pipeline", 1),))
+    one = PlanJob(find("gpt-small", 256), CPU if machine is CPU else H100, MPITRAIN, 4, 16, (("pipeline", 1),))
     found = search(one)
     chosen = [plan for plan in found.fitting if not plan.lacks]
     assert len(chosen) > 30
@@ -442,14 +446,14 @@ def test_plans_are_settings(tmp_path: Path, machine: object) -> None:
 
 
 def test_settings_of_pipelines_and_of_models_that_the_trainer_lacks() -> None:
-    whole = Job(find("llama3-405b"), H100, MPITRAIN, 512, 512)
-    layout = Layout(tensor=8, pipeline=16, data=4, zero=1, schedule="zb-h1", batch=512)
-    text = to_toml(Plan(whole, layout, {"activations": 1e9}))
+    whole = PlanJob(find("llama3-405b"), H100, MPITRAIN, 512, 512)
+    layout = RankLayout(tensor=8, pipeline=16, data=4, zero=1, schedule="zb-h1", batch=512)
+    text = to_toml(LayoutPlan(whole, layout, {"activations": 1e9}))
     assert 'pipeline = 16\nschedule = "zb-h1"' in text
     assert "[model]" not in text.replace("section [model]", "")
     assert "# The trainer lacks this model, so there is no section [model]: add one before use." in text
     with pytest.raises(ValueError, match="the trainer lacks context and expert parallelism, which cp 2 needs"):
-        to_toml(Plan(whole, Layout(context=2, batch=1), {}))
+        to_toml(LayoutPlan(whole, RankLayout(context=2, batch=1), {}))
 
 
 def test_a_config_json_that_is_no_file_or_too_long(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from mpitrain.tools.plan.simulation import Job, command, draw, simulate
 from mpitrain.tools.plan.simulation.interval import best_interval, daly_s, expected_goodput, sampled_goodput, young_s
 from mpitrain.tools.plan.simulation.outcome import CAUSES
 from mpitrain.tools.plan.simulation.run import run_through
-from mpitrain.tools.plan.simulation.steps import Disturbed, Place, pipeline_seconds, slow_places
+from mpitrain.tools.plan.simulation.steps import Disturbed, SlowRanks, pipeline_seconds, slow_places
 
 ONE_STAGE = SCHEDULES["gpipe"](1, 1)
 FORWARD = (Times(1.0, 0.0, 0.0),)
@@ -145,7 +145,7 @@ def test_jitter_has_the_effect_that_it_has_in_a_plain_simulation() -> None:
     assert plain.std() == pytest.approx(found.std(), rel=0.1)
 
 
-def speeds(place: Place, copy: int, job: Job) -> list[float]:
+def speeds(place: SlowRanks, copy: int, job: Job) -> list[float]:
     """How many times as long each rank of a tensor group takes."""
     at = [*place.copies].index(copy) if copy in place.copies else None
     return [1.0] * job.tensor_ranks if at is None else [job.slow_factor if slow else 1.0 for slow in place.is_slow[at]]

@@ -14,7 +14,7 @@ from mpitrain.job.config.settings import CheckpointConfig
 from mpitrain.job.elastic.lease import Lease, as_text, first_number, raise_lease
 from mpitrain.job.record.files.marks import DONE, Marks
 from mpitrain.job.record.parsing.events import read_events
-from mpitrain.job.train.run import Run
+from mpitrain.job.train.run import TrainingRun
 
 
 def config(folder: Path, resume: str = "auto") -> Config:
@@ -28,14 +28,14 @@ def save(folder: Path, step: int) -> Path:
 
 def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
     for folder in (tmp_path / "run", tmp_path):
-        assert Run(config(folder)).start(config(folder)) == (None, "starts at step 0")
+        assert TrainingRun(config(folder)).start(config(folder)) == (None, "starts at step 0")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_auto_takes_the_newest_and_says_what_it_passes_over(tmp_path: Path) -> None:
     save(tmp_path, 1)
     second, third = save(tmp_path, 2), save(tmp_path, 3)
-    run = Run(config(tmp_path))
+    run = TrainingRun(config(tmp_path))
     assert run.start(config(tmp_path)) == (third, f"goes on from {third}")
     (third / "manifest.jsonl").write_text("")
     start, said = run.start(config(tmp_path))
@@ -49,27 +49,27 @@ def test_auto_takes_the_newest_and_says_what_it_passes_over(tmp_path: Path) -> N
 def test_what_a_later_save_may_not_replace_is_an_error_at_once(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     back = config(tmp_path, str(first))
-    assert Run(back).start(back) == (first, f"goes on from {first}")
+    assert TrainingRun(back).start(back) == (first, f"goes on from {first}")
     (second / "notes.txt").write_text("the best one")
     with pytest.raises(ConfigError, match=r"step-00000002 holds 'notes.txt'.*move it away"):
-        Run(back).start(back)
+        TrainingRun(back).start(back)
     auto, looks = config(tmp_path), replace(back, train=replace(back.train, eval_only=True))
-    assert Run(auto).start(auto)[0] == second and Run(looks).start(looks)[0] == first
+    assert TrainingRun(auto).start(auto)[0] == second and TrainingRun(looks).start(looks)[0] == first
     beyond = replace(back, train=replace(back.train, steps=1))
-    assert Run(beyond).start(beyond)[0] == first
+    assert TrainingRun(beyond).start(beyond)[0] == first
     # What counts is the step that it is of, not its name.
     second.rename(tmp_path / "best")
     best = config(tmp_path, str(tmp_path / "best"))
     (first / "notes.txt").write_text("")
-    assert Run(best).start(best)[0] == tmp_path / "best"
+    assert TrainingRun(best).start(best)[0] == tmp_path / "best"
     (tmp_path / "best").rename(second)
     # A folder of that name need not be a checkpoint.
     third = tmp_path / "checkpoints/step-00000003"
     third.mkdir()
-    assert Run(auto).start(auto)[0] == second
+    assert TrainingRun(auto).start(auto)[0] == second
     (third / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match="step-00000003"):
-        Run(auto).start(auto)
+        TrainingRun(auto).start(auto)
 
 
 def test_a_checkpoint_is_found_by_its_run_its_folder_and_itself(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for earlier in range(3):
         never = config(folder, "never")
-        assert Run(never).start(never) == (None, "starts at step 0")
-        run = Run(never)
+        assert TrainingRun(never).start(never) == (None, "starts at step 0")
+        run = TrainingRun(never)
         run.lock()
         assert run.prepare(never) == (tmp_path / f"run.{earlier}" if earlier else None)
         run.release()
@@ -96,7 +96,7 @@ def test_never_moves_earlier_runs_aside_one_by_one(tmp_path: Path) -> None:
 
 def test_prepare_writes_the_settings_down(tmp_path: Path) -> None:
     settings = replace(config(tmp_path / "run"), resume="never")
-    run = Run(settings)
+    run = TrainingRun(settings)
     run.lock()
     run.prepare(settings)
     run.release()
@@ -107,25 +107,25 @@ def test_prepare_writes_the_settings_down(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_found_early(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     inside = config(tmp_path / "file/run")
-    for call in (lambda: Run(inside).start(inside), Run(inside).lock):
+    for call in (lambda: TrainingRun(inside).start(inside), TrainingRun(inside).lock):
         with pytest.raises(OSError, match=r"the folder .*file/run cannot be written"):
             call()
     # evaluating writes nothing, and needs no such folder
     only = replace(inside, train=replace(inside.train, eval_only=True))
-    assert Run(only).start(only)[0] is None
+    assert TrainingRun(only).start(only)[0] is None
 
 
 def test_a_folder_that_another_job_trains_in_is_refused(tmp_path: Path) -> None:
     folder, other = tmp_path / "run", tmp_path / "run.1"
     settings = config(folder)
     never = replace(settings, resume="never")
-    first, second = Run(settings), Run(settings)
+    first, second = TrainingRun(settings), TrainingRun(settings)
     folder.mkdir()
     first.failure.write_text("of an earlier job")
     first.lock()
     assert not first.failure.exists()
     first.failure.write_text("of the job that holds it")
-    for run in (second, Run(never)):
+    for run in (second, TrainingRun(never)):
         with pytest.raises(ConfigError, match=f"run is being trained by process {os.getpid()} on .*; wait for its end"):
             run.lock()
     second.release()  # of a job that was refused
@@ -134,7 +134,7 @@ def test_a_folder_that_another_job_trains_in_is_refused(tmp_path: Path) -> None:
     first.release()
     assert not folder.exists()
     save(folder, 1)
-    second = Run(never)
+    second = TrainingRun(never)
     second.lock()
     assert second.prepare(never) == other
     with pytest.raises(ConfigError, match="is being trained"):
@@ -148,13 +148,13 @@ def test_copies_are_gone_on_from_and_never_taken_for_the_new_run_s(tmp_path: Pat
     auto, never = (
         replace(config(home, resume), checkpoint=CheckpointConfig(copies=(str(place),))) for resume in ("auto", "never")
     )
-    assert Run(never).start(never) == (None, "starts at step 0")
+    assert TrainingRun(never).start(never) == (None, "starts at step 0")
     path = ckpt.save(home / "checkpoints/step-00000001", {"x": np.ones(3)}, comm=None, copies=[place])
-    assert Run(auto).start(auto) == (path, f"goes on from {path}")
+    assert TrainingRun(auto).start(auto) == (path, f"goes on from {path}")
     shutil.rmtree(home)
-    assert Run(auto).start(auto) == (place / path.name, f"goes on from {place / path.name}")
+    assert TrainingRun(auto).start(auto) == (place / path.name, f"goes on from {place / path.name}")
     with pytest.raises(ConfigError, match=f"checkpoint.copies: {place / path.name} is there from an earlier run"):
-        Run(never).start(never)
+        TrainingRun(never).start(never)
     with pytest.raises(ConfigError, match=r"checkpoint.copies: expected folders or URLs, got \('',\)"):
         CheckpointConfig(copies=("",))
 
@@ -162,7 +162,7 @@ def test_copies_are_gone_on_from_and_never_taken_for_the_new_run_s(tmp_path: Pat
 def test_after_a_loss_a_run_without_a_state_of_its_own_begins_at_its_origin(tmp_path: Path) -> None:
     origin, own = save(tmp_path / "other", 7), tmp_path / "run"
     auto = config(own)
-    run = Run(auto, "job", str(origin))
+    run = TrainingRun(auto, "job", str(origin))
     assert run.start(auto) == (origin, f"goes on from {origin}")
     first = save(own, 9)
     assert run.start(auto) == (first, f"goes on from {first}")
@@ -172,7 +172,7 @@ def test_after_a_loss_a_run_without_a_state_of_its_own_begins_at_its_origin(tmp_
 
 
 def test_a_job_whose_lease_was_raised_writes_nothing(tmp_path: Path) -> None:
-    run = Run(config(tmp_path))
+    run = TrainingRun(config(tmp_path))
     run.lock()
     first = run.take_lease()
     run.check_lock()
@@ -205,7 +205,7 @@ def test_the_settings_of_a_resume_are_for_this_user_alone_if_they_have_secrets(t
     old = os.umask(0o022)
     try:
         for its, mode in ((settings, 0o644), (secret, 0o600), (settings, 0o644)):
-            run = Run(its)
+            run = TrainingRun(its)
             run.lock()
             run.prepare(its)
             run.release()
@@ -218,7 +218,7 @@ def test_the_settings_of_a_resume_are_for_this_user_alone_if_they_have_secrets(t
 def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.mkdir() if name == "config.toml" else os.mkfifo(path)
-    run = Run(config(tmp_path))
+    run = TrainingRun(config(tmp_path))
     run.lock()
     try:
         with pytest.raises(OSError, match=f"run: the folder {tmp_path} cannot be written: {path}: "):

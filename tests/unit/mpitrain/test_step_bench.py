@@ -15,10 +15,10 @@ from mpitrain.tools.bench import report
 from mpitrain.tools.bench.memory import PssSampler, pss, state_bytes
 from mpitrain.tools.bench.options import parse
 from mpitrain.tools.bench.plot import plot
-from mpitrain.tools.bench.results import Case, HookOverhead, Measured, Phases, StepRow, TrainingLaunch
+from mpitrain.tools.bench.results import BenchCase, HookOverhead, MeasuredCase, Phases, StepRow, TrainingLaunch
 from mpitrain.tools.bench.timing import phases
 
-CASE = Case(width=64, layers=2, heads=2, context=16, batch=1)
+CASE = BenchCase(width=64, layers=2, heads=2, context=16, batch=1)
 
 
 # Arguments
@@ -27,7 +27,7 @@ CASE = Case(width=64, layers=2, heads=2, context=16, batch=1)
 def test_arguments() -> None:
     options = parse([])
     assert options.contestants == ["mpitrain", "none", "ddp", "fsdp"]
-    assert options.cases == [Case(width=1024, layers=8, heads=8, context=128, batch=1)]
+    assert options.cases == [BenchCase(width=1024, layers=8, heads=8, context=128, batch=1)]
     options = parse(["--shapes", "64x2x1, 32x1x3", "--heads", "4", "--context", "8", "--peers", ""])
     assert options.contestants == ["mpitrain"]
     assert [(c.width, c.layers, c.heads, c.context, c.batch) for c in options.cases] == [
@@ -94,7 +94,7 @@ def row(name: str, step_s: float, **options: Any) -> StepRow:
 
 
 def launch(*rows: StepRow, **options: Any) -> TrainingLaunch:
-    measured = [Measured(CASE, rows, {"deepspeed": "it is not installed"})] if rows else []
+    measured = [MeasuredCase(CASE, rows, {"deepspeed": "it is not installed"})] if rows else []
     settings: dict[str, Any] = {
         "machine": {"cpu": "A"}, "ranks": 2, "nodes": 1, "threads": 1, "device": "cpu", "dtype": "float32", "steps": 8,
     }  # fmt: skip
@@ -185,5 +185,5 @@ def test_a_picture(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     other = replace(CASE, width=32)
     rows = [row("mpitrain", 1.0), row("none", 0.9)]
-    plot(str(file), [launch(measured=[Measured(CASE, rows), Measured(other, rows)])])
+    plot(str(file), [launch(measured=[MeasuredCase(CASE, rows), MeasuredCase(other, rows)])])
     assert file.read_bytes().startswith(b"\x89PNG")

@@ -14,10 +14,10 @@ from collectives import launcher
 from mpitrain.job.elastic.supervisor import hosts, words
 from mpitrain.job.elastic.supervisor.agents import Answer, choose_agent, parse_agent, probe, sweep
 from mpitrain.job.elastic.supervisor.command import main
-from mpitrain.job.elastic.supervisor.decisions import Outcome, Policy, Progress, decide
+from mpitrain.job.elastic.supervisor.decisions import LaunchOutcome, LaunchProgress, Policy, decide
 from mpitrain.job.elastic.supervisor.folder import RunFolder
 from mpitrain.job.elastic.supervisor.hosts import Host
-from mpitrain.job.elastic.supervisor.launch.limits import Limits, Watch
+from mpitrain.job.elastic.supervisor.launch.limits import LaunchWatch, PhaseLimits
 from mpitrain.job.elastic.supervisor.texts import say
 from mpitrain.job.record.files import marks
 from mpitrain.job.record.files.alerts import Alerts
@@ -238,12 +238,12 @@ def test_pauses_grow() -> None:
 
 
 def test_relaunches_end_without_a_new_step_and_are_counted_anew_with_one() -> None:
-    policy, progress = Policy(max_relaunches=2), Progress()
+    policy, progress = Policy(max_relaunches=2), LaunchProgress()
     for step, failures in ((10, 1), (10, 2), (11, 1), (9, 2)):
-        following = decide(policy, progress, Outcome(None, step))
+        following = decide(policy, progress, LaunchOutcome(None, step))
         progress = following.progress
         assert (following.action, progress.failures) == ("launch", failures)
-    last = decide(policy, progress, Outcome(None, 11))
+    last = decide(policy, progress, LaunchOutcome(None, 11))
     assert (last.action, last.code) == ("end", 1)
     assert "giving up after 2 relaunches without a new step" in last.text
 
@@ -251,19 +251,19 @@ def test_relaunches_end_without_a_new_step_and_are_counted_anew_with_one() -> No
 @pytest.mark.parametrize(
     ("outcome", "action", "code"),
     [
-        (Outcome(Done(1, "finished", 9), 9), "end", 0),
-        (Outcome(Done(1, "stopped", 5), 5, "user"), "end", 0),
-        (Outcome(Done(1, "stopped", 5), 5), "end", 0),  # its ranks got the signal themselves
-        (Outcome(Done(1, "stopped", 5), 5, "rejoin"), "launch", 0),
-        (Outcome(Done(1, "finished", 9), 9, "rejoin"), "end", 0),
-        (Outcome(Done(1, "refused", 0), 0), "end", 1),
-        (Outcome(None, 5, "user"), "end", 1),
-        (Outcome(None, 5, "rejoin"), "launch", 0),
-        (Outcome(None, 5), "launch", 0),
+        (LaunchOutcome(Done(1, "finished", 9), 9), "end", 0),
+        (LaunchOutcome(Done(1, "stopped", 5), 5, "user"), "end", 0),
+        (LaunchOutcome(Done(1, "stopped", 5), 5), "end", 0),  # its ranks got the signal themselves
+        (LaunchOutcome(Done(1, "stopped", 5), 5, "rejoin"), "launch", 0),
+        (LaunchOutcome(Done(1, "finished", 9), 9, "rejoin"), "end", 0),
+        (LaunchOutcome(Done(1, "refused", 0), 0), "end", 1),
+        (LaunchOutcome(None, 5, "user"), "end", 1),
+        (LaunchOutcome(None, 5, "rejoin"), "launch", 0),
+        (LaunchOutcome(None, 5), "launch", 0),
     ],
 )
-def test_only_a_mark_of_completion_ends_well(outcome: Outcome, action: str, code: int) -> None:
-    following = decide(Policy(), Progress(), outcome)
+def test_only_a_mark_of_completion_ends_well(outcome: LaunchOutcome, action: str, code: int) -> None:
+    following = decide(Policy(), LaunchProgress(), outcome)
     assert (following.action, following.code) == (action, code)
     counted = outcome.done is None and action == "launch"
     assert following.progress.failures == counted
@@ -271,12 +271,12 @@ def test_only_a_mark_of_completion_ends_well(outcome: Outcome, action: str, code
 
 def test_settings_that_do_not_fit_the_ranks_that_are_left_do_not_end_the_run() -> None:
     """As train.batch = 16 on 12 ranks, after 16 ranks have trained."""
-    refused = Outcome(Done(1, "refused", 0), 0, is_reduced=True)
-    assert decide(Policy(), Progress(), refused).action == "end", "it has never trained"
-    following = decide(Policy(), Progress(best_step=30), refused)
-    assert (following.action, following.progress) == ("launch", Progress(1, 30))
+    refused = LaunchOutcome(Done(1, "refused", 0), 0, is_reduced=True)
+    assert decide(Policy(), LaunchProgress(), refused).action == "end", "it has never trained"
+    following = decide(Policy(), LaunchProgress(best_step=30), refused)
+    assert (following.action, following.progress) == ("launch", LaunchProgress(1, 30))
     assert following.text == "the settings do not fit the ranks that are left; relaunch 1 of at most 10 now"
-    assert decide(Policy(), Progress(best_step=30), refused._replace(is_reduced=False)).action == "end"
+    assert decide(Policy(), LaunchProgress(best_step=30), refused._replace(is_reduced=False)).action == "end"
 
 
 # Time limits
@@ -287,8 +287,8 @@ def alive(phase: marks.Phase, step: int, launch: int = 3) -> Alive:
 
 
 def test_each_phase_has_its_limit() -> None:
-    limits = Limits(launch_s=5, start_s=50, step_s=10, save_s=100, recover_s=20, report_s=4)
-    watch = Watch(limits, 3, now=0.0)
+    limits = PhaseLimits(launch_s=5, start_s=50, step_s=10, save_s=100, recover_s=20, report_s=4)
+    watch = LaunchWatch(limits, 3, now=0.0)
     assert watch.see(4.9, "old", alive("training", 7, launch=2), None) == "", "another launch's mark"
     assert watch.see(5.1, "old", alive("training", 7, launch=2), None) == "no rank has started within 5 s"
     for now, phase, step, limit_s in ((6.0, "starting", 0, 50), (60.0, "training", 20, 10), (70.0, "saving", 21, 100)):
@@ -302,8 +302,8 @@ def test_each_phase_has_its_limit() -> None:
 
 
 def test_after_a_report_the_job_ends_or_goes_on() -> None:
-    limits = Limits(step_s=100, report_s=4, recover_s=20)
-    watch = Watch(limits, 3, now=0.0)
+    limits = PhaseLimits(step_s=100, report_s=4, recover_s=20)
+    watch = LaunchWatch(limits, 3, now=0.0)
     watch.see(1.0, 1, alive("training", 7), None)
     assert watch.see(2.0, 1, alive("training", 7), "report") == ""
     assert "has not ended" in watch.see(6.5, 1, alive("training", 7), "report")

@@ -11,10 +11,10 @@ import pytest
 
 from mpitrain.job.elastic.supervisor import batch, command, decisions, supervisor
 from mpitrain.job.elastic.supervisor.agents import parse_agent
-from mpitrain.job.elastic.supervisor.decisions import Outcome, Policy, Progress
+from mpitrain.job.elastic.supervisor.decisions import LaunchOutcome, LaunchProgress, Policy
 from mpitrain.job.elastic.supervisor.folder import RunFolder
 from mpitrain.job.elastic.supervisor.hosts import Host
-from mpitrain.job.elastic.supervisor.requests import Requests
+from mpitrain.job.elastic.supervisor.requests import SignalRequests
 from mpitrain.job.elastic.supervisor.srun import in_job, parse_srun
 from mpitrain.job.elastic.supervisor.words import Command
 from mpitrain.job.record.files.marks import Done
@@ -121,11 +121,11 @@ def test_the_end_of_a_job_by_slurm_is_no_failure(tmp_path: Path, monkeypatch: py
     )
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert batch.ending_state({"SLURM_JOB_ID": "7"}) == batch.ending_state({}) == ""
-    outcome = Outcome(None, 12, "batch", "Slurm ends this job (COMPLETING)")
-    following = decisions.decide(Policy(), Progress(), outcome)
+    outcome = LaunchOutcome(None, 12, "batch", "Slurm ends this job (COMPLETING)")
+    following = decisions.decide(Policy(), LaunchProgress(), outcome)
     assert (following.action, following.code, following.progress.failures) == ("end", 1, 0)
     assert following.text.startswith("Slurm ends this job (COMPLETING); the next job goes on")
-    saved = decisions.decide(Policy(), Progress(), Outcome(Done(1, "stopped", 12), 12))
+    saved = decisions.decide(Policy(), LaunchProgress(), LaunchOutcome(Done(1, "stopped", 12), 12))
     assert (saved.action, saved.code) == ("end", 0), "the ranks got Slurm's SIGTERM, and saved"
 
 
@@ -200,14 +200,16 @@ def test_jobs_that_save_steps_get_on_also_if_an_earlier_one_has_lost_more(
         if before:
             save(before)
         words = Command("true", "other", (), ("python",))
-        plan = supervisor.Plan(words, (), parse_agent("false"), requeue=True)
-        job = supervisor.Supervisor(plan, RunFolder(run), cast(Requests, SimpleNamespace(stop=signal.SIGUSR1, end=0)))
+        plan = supervisor.SupervisorPlan(words, (), parse_agent("false"), requeue=True)
+        job = supervisor.Supervisor(
+            plan, RunFolder(run), cast(SignalRequests, SimpleNamespace(stop=signal.SIGUSR1, end=0))
+        )
 
-        def launch(job: supervisor.Supervisor = job, step: int = reached, saved: int = after) -> Outcome:
+        def launch(job: supervisor.Supervisor = job, step: int = reached, saved: int = after) -> LaunchOutcome:
             if saved:
                 save(saved)
             job._requests.stop = signal.SIGUSR1
-            return Outcome(Done(1, "stopped", step), step, "user")
+            return LaunchOutcome(Done(1, "stopped", step), step, "user")
 
         monkeypatch.setattr(job, "_launch", launch)
         job._requests.stop = 0
@@ -220,7 +222,7 @@ def test_a_batch_system_may_repeat_its_signal(in_batch_job: bool, again: int, en
     signals = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {signum: signal.getsignal(signum) for signum in signals}
     try:
-        requests = Requests(in_batch_job=in_batch_job, environ={})
+        requests = SignalRequests(in_batch_job=in_batch_job, environ={})
         for signum in (signal.SIGTERM, again):
             os.kill(os.getpid(), signum)
         assert (requests.stop, requests.end) == (signal.SIGTERM, ends)
@@ -280,8 +282,8 @@ def test_jobs_of_the_queue_go_on_with_the_own_checkpoints_of_a_run_that_began_wi
     def start(restarts: int, resume: str = given) -> str | None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         words = Command("true", "other", (), ("python", "--resume", resume))
-        plan = supervisor.Plan(words, (), parse_agent("false"), requeue=True)
-        return supervisor.Supervisor(plan, RunFolder(tmp_path / "run"), cast(Requests, None))._start()
+        plan = supervisor.SupervisorPlan(words, (), parse_agent("false"), requeue=True)
+        return supervisor.Supervisor(plan, RunFolder(tmp_path / "run"), cast(SignalRequests, None))._start()
 
     if earlier is not None:
         (place / f"step-{earlier:08}").mkdir(parents=True)

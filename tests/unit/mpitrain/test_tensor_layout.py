@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from mpitrain.tensor.layout import Layout
+from mpitrain.tensor.layout import TensorLayout
 from mpitrain.tensor.plan import Style, styles_of
 
 COLUMN, ROW = Style("column"), Style("row")
@@ -57,11 +57,13 @@ PLAN = {
 }
 
 
-def layout(plan: dict[str, Style], *, sequence: bool = True, completes: bool = True, num_blocks: int = 1) -> Layout:
+def layout(
+    plan: dict[str, Style], *, sequence: bool = True, completes: bool = True, num_blocks: int = 1
+) -> TensorLayout:
     model = Model(num_blocks)
     modules = dict(model.named_modules())
     styles = styles_of(modules, plan, dict(model.named_parameters()))
-    return Layout(modules, styles, sequence=sequence, completes=completes)
+    return TensorLayout(modules, styles, sequence=sequence, completes=completes)
 
 
 def test_a_region_contains_the_column_layers_before_its_row_layer() -> None:

@@ -97,7 +97,7 @@ class RowGroup(NamedTuple):
     pages: tuple[int, int]
 
 
-class Extent(NamedTuple):
+class TextExtent(NamedTuple):
     """How much text a column of a row group can stand for."""
 
     num_bytes: int
@@ -160,7 +160,7 @@ def _begin_of(column: dict[int, Any]) -> int:
     return dictionary if dictionary > 0 else _int(about, _FIRST_PAGE)
 
 
-def extent_of(data: Any, begin: int, end: int, num_rows: int, most_page_bytes: int) -> Extent:
+def extent_of(data: Any, begin: int, end: int, num_rows: int, most_page_bytes: int) -> TextExtent:
     """The extent of the pages from byte `begin` to `end - 1` of a file, of `num_rows` rows.
 
     `data`: the bytes of the file. A row is a text, and not a list of texts. PageError if a page is damaged, or larger than
@@ -204,7 +204,7 @@ def extent_of(data: Any, begin: int, end: int, num_rows: int, most_page_bytes: i
         at = body + packed
     if seen > num_rows:
         raise PageError(f"its pages have {seen} rows, and the footer of the file says {num_rows}")
-    return Extent(num_bytes, shared_bytes, own_bytes, page_rows)
+    return TextExtent(num_bytes, shared_bytes, own_bytes, page_rows)
 
 
 def _int(fields: dict[int, Any], number: int) -> int:

@@ -14,7 +14,7 @@ from mpitrain.job.data.documents.reading import DamagedSampleError, DamagedShard
 from mpitrain.job.data.documents.texts import Texts
 
 
-class Limits(NamedTuple):
+class CutLimits(NamedTuple):
     """What a cut may take, in bytes of text. A file of a few bytes can stand for any number of them."""
 
     page_bytes: int = 5 << 28
@@ -41,7 +41,7 @@ class ParquetReader:
     remark = ""
     """See Reader."""
 
-    def __init__(self, path: Path, name: str, field: str = "text", limits: Limits = Limits()) -> None:  # noqa: B008
+    def __init__(self, path: Path, name: str, field: str = "text", limits: CutLimits = CutLimits()) -> None:  # noqa: B008
         try:
             import pyarrow as arrow
             from pyarrow import parquet

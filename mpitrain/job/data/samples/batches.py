@@ -11,7 +11,7 @@ import collectives
 from ckpt.convert.formats import torch_archive
 from collectives import Communicator, Mesh
 from mpitrain.job.data.samples.randomness import generators_kept
-from mpitrain.job.data.samples.rows import Collate, IterableRows, MapRows, Place, Rows, Share, set_epoch
+from mpitrain.job.data.samples.rows import Collate, IterableRows, MapRows, SamplePlace, SampleRows, Share, set_epoch
 from mpitrain.job.data.samples.workers import check_start, deaths_of_workers, launcher_variables_dropped, started
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _MAX_COUNT = 1 << 53
 _DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 
 
-class Batches(ABC):
+class SampleBatches(ABC):
     """This rank's batches, without end. `next` is collective: an error of a dataset on one rank is raised on all.
 
     Args:
@@ -34,7 +34,7 @@ class Batches(ABC):
         self.step = 0
         """The number of batches so far, those before a resume included."""
 
-    def __iter__(self) -> "Batches":
+    def __iter__(self) -> "SampleBatches":
         return self
 
     @abstractmethod
@@ -50,19 +50,19 @@ class Batches(ABC):
         """Go on after the last batch of a state. Collective; ValueError on all ranks if it is the state of other batches."""
 
 
-class DatasetBatches(Batches):
+class DatasetBatches(SampleBatches):
     """The batches of a dataset whose samples `rows` divides between the ranks. Its state is a place, at any number of ranks.
 
     `num_repeated`: with slices, the last rounds of a step that run the first slice again.
     """
 
     def __init__(
-        self, rows: Rows, comm: Communicator, data: Communicator, *, workers: int, num_repeated: int = 0
+        self, rows: SampleRows, comm: Communicator, data: Communicator, *, workers: int, num_repeated: int = 0
     ) -> None:
         super().__init__(comm, data)
         self._rows, self._num_workers, self._num_repeated = rows, workers, num_repeated
         self._place = rows.place
-        self._iterator: Iterator[tuple[Place, Any]] | None = None
+        self._iterator: Iterator[tuple[SamplePlace, Any]] | None = None
 
     def __next__(self) -> Any:
         try:
@@ -87,7 +87,7 @@ class DatasetBatches(Batches):
                     )
             step, epoch, sample = (_count(state, name) for name in ("step", "epoch", "sample"))
         self._iterator = None
-        self.step, self._place = step, Place(epoch, sample)
+        self.step, self._place = step, SamplePlace(epoch, sample)
 
     def _order(self) -> dict[str, Any]:
         """What decides which sample a place means."""
@@ -96,7 +96,7 @@ class DatasetBatches(Batches):
             return {"kind": "map", "seed": rows.seed, "samples": rows.num_samples, "shuffle": rows.is_shuffled}
         return {"kind": "iterable", "seed": rows.seed}
 
-    def _read(self) -> tuple[Place, Any]:
+    def _read(self) -> tuple[SamplePlace, Any]:
         # A worker has generators of its own; in this process the training draws from them.
         with nullcontext() if self._num_workers else generators_kept():
             if self._iterator is None:
@@ -105,7 +105,7 @@ class DatasetBatches(Batches):
             return next(self._iterator)
 
 
-class LoaderBatches(Batches):
+class LoaderBatches(SampleBatches):
     """The batches of a StatefulDataLoader, which are this rank's own. Its state has one entry for each rank."""
 
     def __init__(self, loader: Any, comm: Communicator, data: Communicator) -> None:
@@ -168,7 +168,7 @@ def batches(
     collate: Collate | None = None,
     workers: int = 0,
     slices: int = 0,
-) -> Batches:
+) -> SampleBatches:
     """The batches of a dataset for a training loop, without end. Each step gives this rank's part of the global batch. Collective.
 
         for images, labels in mpitrain.data.batches(dataset, mesh, batch=256): ...
@@ -247,7 +247,7 @@ def _share(batch: int, slices: int, data: Communicator) -> tuple[Share, int]:
     return Share(batch, parts, is_sliced=True), its.num_rounds - len(parts)
 
 
-def _rows(dataset: Any, share: Share, seed: int, shuffle: bool | None, collate: Collate) -> Rows:
+def _rows(dataset: Any, share: Share, seed: int, shuffle: bool | None, collate: Collate) -> SampleRows:
     from torch.utils.data import IterableDataset
 
     is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")

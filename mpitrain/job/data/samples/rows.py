@@ -19,7 +19,7 @@ Collate = Callable[[list[Any]], Any]
 """Makes a batch of a list of samples."""
 
 
-class Place(NamedTuple):
+class SamplePlace(NamedTuple):
     """Where a batch begins: at this sample of this epoch, both counted from 0."""
 
     epoch: int
@@ -40,7 +40,7 @@ class Share(NamedTuple):
         return [row for part in self.parts for row in range(*part)]
 
 
-class Rows(ABC):
+class SampleRows(ABC):
     """The batches of one rank, without end, from `place` on; with each batch the place of the one that follows it.
 
     An iterable dataset for torch's DataLoader, which takes no other class for one: see `workers.started`.
@@ -54,10 +54,10 @@ class Rows(ABC):
 
     def __init__(self, dataset: Any, share: Share, *, seed: int, collate: Collate) -> None:
         self.dataset, self.share, self.seed, self._collate = dataset, share, seed, collate
-        self.place = Place(0, 0)
+        self.place = SamplePlace(0, 0)
 
     @abstractmethod
-    def __iter__(self) -> Iterator[tuple[Place, Any]]: ...
+    def __iter__(self) -> Iterator[tuple[SamplePlace, Any]]: ...
 
     def _made(self, samples: list[Any]) -> Any:
         """The batch of this rank's samples, in the order of the rows; or a list of the batches of its slices."""
@@ -67,21 +67,21 @@ class Rows(ABC):
         return [self._collate(list(islice(left, end - begin))) for begin, end in self.share.parts]
 
 
-class MapRows(Rows):
+class MapRows(SampleRows):
     """The rows of a map-style dataset. Worker w of W makes the batches w, w + W, ... `is_shuffled`: each epoch has another order."""
 
     def __init__(self, dataset: Any, share: Share, *, seed: int, collate: Collate, is_shuffled: bool) -> None:
         super().__init__(dataset, share, seed=seed, collate=collate)
         self.num_samples, self.is_shuffled = len(dataset), is_shuffled
 
-    def __iter__(self) -> Iterator[tuple[Place, Any]]:
+    def __iter__(self) -> Iterator[tuple[SamplePlace, Any]]:
         from torch.utils.data import get_worker_info
 
         worker = get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
         batch, begin = self.share.batch, self.place.epoch * self.num_samples + self.place.sample
         for at in count(begin + first * batch, every * batch):
-            yield Place(*divmod(at + batch, self.num_samples)), self._rows(at)
+            yield SamplePlace(*divmod(at + batch, self.num_samples)), self._rows(at)
 
     def _rows(self, begin: int) -> Any:
         """This rank's rows of the global batch whose first sample is the number `begin` of the run."""
@@ -97,10 +97,10 @@ class MapRows(Rows):
         return self.dataset[index]
 
 
-class IterableRows(Rows):
+class IterableRows(SampleRows):
     """The rows of an iterable dataset, of which this rank reads all samples, and keeps its own. One worker at most makes them."""
 
-    def __iter__(self) -> Iterator[tuple[Place, Any]]:
+    def __iter__(self) -> Iterator[tuple[SamplePlace, Any]]:
         mine: list[Any] = []
         rows = set(self.share.rows)
         for row, (after, sample) in zip(cycle(range(self.share.batch)), self._samples(), strict=False):
@@ -110,14 +110,14 @@ class IterableRows(Rows):
                 yield after, self._made(mine)
                 mine = []
 
-    def _samples(self) -> Iterator[tuple[Place, Any]]:
+    def _samples(self) -> Iterator[tuple[SamplePlace, Any]]:
         """All samples from `place` on, each with the place after it."""
         passed = self.place.sample
         for epoch in count(self.place.epoch):
             num = 0
             for num, sample in enumerate(self._epoch(epoch), start=1):
                 if num > passed:
-                    yield Place(epoch, num), sample
+                    yield SamplePlace(epoch, num), sample
             if num < passed:
                 raise ValueError(
                     f"batches: the dataset ended after {num} samples of epoch {epoch}, of which the saved run had taken {passed}; "

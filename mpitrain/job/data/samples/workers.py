@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from collectives.launcher import LAUNCHER_PREFIXES
 from collectives.processes import end_by_parent_alone, helpers_start
-from mpitrain.job.data.samples.rows import Rows
+from mpitrain.job.data.samples.rows import SampleRows
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, IterableDataset
@@ -55,7 +55,7 @@ def deaths_of_workers() -> Iterator[None]:
         raise RuntimeError(f"a worker process has died: {str(error.__cause__ or error).strip()}") from error
 
 
-def started(rows: Rows, num_workers: int) -> Iterator[Any]:
+def started(rows: SampleRows, num_workers: int) -> Iterator[Any]:
     """What `rows` yields, made ahead by worker processes. They end when nobody refers to the iterator any more.
 
     TypeError if the dataset cannot be sent to a process.
@@ -63,7 +63,7 @@ def started(rows: Rows, num_workers: int) -> Iterator[Any]:
     import torch
     from torch.utils.data import DataLoader, IterableDataset
 
-    IterableDataset.register(Rows)  # type: ignore[type-abstract]  # instead of a base class: rows.py is imported without torch
+    IterableDataset.register(SampleRows)  # type: ignore[type-abstract]  # instead of a base class: rows.py is imported without torch
     loader = DataLoader(
         cast("IterableDataset[Any]", rows),
         batch_size=None,

@@ -13,7 +13,7 @@ from mpitrain.job.data.streaming import earlier
 from mpitrain.job.data.streaming.feed import CHUNK, AllOnOtherSideError
 from mpitrain.job.data.streaming.lanes import NUM_INTEGERS, OpenLanes, Recipe, rows_per_lane
 from mpitrain.job.data.streaming.saved import check
-from mpitrain.job.data.streaming.stream import LaneStates, Rows, Stream
+from mpitrain.job.data.streaming.stream import LaneStates, Stream, TokenRows
 
 _MAX_PLACE = 1 << 53
 _LEAST_LIST_BYTES = 64 << 20  # in memory, of a checkpoint's list of shards
@@ -44,7 +44,7 @@ class DocumentBatches(Positions):
         """The number of the run's lanes."""
         return self._recipe.lanes
 
-    def get(self, step: int, rows: Sequence[int]) -> Rows:
+    def get(self, step: int, rows: Sequence[int]) -> TokenRows:
         """Rows of the global batch of a step. A rank asks for the same rows of each step, in order: see Stream."""
         return self._stream.get(self._numbers(step), rows)
 
@@ -124,7 +124,7 @@ class DocumentBatches(Positions):
         rank makes; None: all.
 
         Raises:
-            ValueError: see Source.resumed, and earlier.py.
+            ValueError: see DocumentSource.resumed, and earlier.py.
             DamagedShardError, OSError: a shard in which a run of an earlier version has stopped cannot be read.
         """
         lanes = np.asarray(tensors["lanes"])
@@ -208,7 +208,7 @@ class HeldoutDocuments:
 
     def _begin(self, recipe: Recipe | None) -> None:
         self.num_batches, self._begun, self._recipe = self._most, recipe, recipe
-        self._rows: dict[int, Rows] = {}  # of each batch
+        self._rows: dict[int, TokenRows] = {}  # of each batch
         self._stream: Stream | None = None
         self.lacks = ""
         """What too few documents change, as text; else empty."""
@@ -227,7 +227,7 @@ class HeldoutDocuments:
             self.batch = recipe.batch
             self._stream = Stream(recipe, self._open_lanes(recipe))
 
-    def get(self, index: int, rows: Sequence[int]) -> Rows:
+    def get(self, index: int, rows: Sequence[int]) -> TokenRows:
         """Rows of evaluation batch `index`, 0 to num_batches - 1. A rank asks for the same rows each time."""
         if self._stream is not None and index not in self._rows:
             self._rows[index] = self._stream.get([index], rows)

@@ -11,7 +11,7 @@ import numpy as np
 from mpitrain.job.data.documents import VERSION, has_kind_as_before, kind_of
 from mpitrain.job.data.streaming.feed import CHUNK, DOCUMENT, OFFSET
 from mpitrain.job.data.streaming.lanes import Recipe
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.sources import DocumentSource
 
 KEY = "data.reader"
 """Of the version in a checkpoint."""
@@ -32,7 +32,7 @@ def is_earlier(version: Any) -> bool:
     return version < VERSION
 
 
-def check_kinds(source: Source, before: Sequence[str]) -> None:
+def check_kinds(source: DocumentSource, before: Sequence[str]) -> None:
     """ValueError if the names in a checkpoint, `before`, stand for other kinds of shards than those of `source`."""
     for name, now, path in zip(before, source.shards.names, source.shards.paths, strict=False):
         if not has_kind_as_before(path, name):
@@ -58,7 +58,7 @@ def check_places(recipe: Recipe, lanes: np.ndarray, numbers: Iterable[int]) -> N
                 )
 
 
-def remarks(sources: Iterable[Source], *, has_other_keys: bool) -> list[str]:
+def remarks(sources: Iterable[DocumentSource], *, has_other_keys: bool) -> list[str]:
     """Lines for the user: what the run reads otherwise from now on.
 
     `has_other_keys`: names of shards had secrets, which are hidden now, and the keys of documents have these names.

@@ -55,7 +55,7 @@ class Feed:
         self.name, self.shards, self.sequence, self.encode = name, shards, sequence, encode
         self._keeps, self._open = keeps, OpenShards(shards, local, field=field, say=say)
 
-    def documents(self, chunk: int) -> "Documents":
+    def documents(self, chunk: int) -> "ChunkDocuments":
         """The documents of a chunk, permuted. DamagedShardError or OSError if the shard cannot be read."""
         _, shard, begin = self.sequence[chunk]
         cut = self._open.cut(shard, begin, begin + self.sequence.chunk_bytes)
@@ -65,7 +65,7 @@ class Feed:
         order = np.arange(num := len(cut) if kept is None else len(kept))
         if num > 1:
             order = permute(order, num, keys_of(self.sequence.seed, self.name, "documents", chunk))
-        return Documents(cut, order if kept is None else kept[order])
+        return ChunkDocuments(cut, order if kept is None else kept[order])
 
     def is_as_before(self, chunk: int) -> bool:
         """Whether readers of version 1 gave the same documents of a chunk. Errors: see `documents`."""
@@ -96,7 +96,7 @@ class Feed:
         )
 
 
-class Documents:
+class ChunkDocuments:
     """The documents of a chunk, in the order in which they come."""
 
     def __init__(self, cut: Cut, order: np.ndarray) -> None:
@@ -148,7 +148,7 @@ class Cursor:
     def __init__(self, feed: Feed, state: np.ndarray, num_lanes: int, tolerance: Tolerance, ahead: FetchAhead) -> None:
         self._feed, self.state, self._num_lanes, self._tolerance, self._ahead = feed, state, num_lanes, tolerance, ahead
         ahead.fetch(*feed.shard_of(int(state[CHUNK])))
-        self._documents: Documents | None = None
+        self._documents: ChunkDocuments | None = None
         self._tokens: np.ndarray | None = None
 
     def tokens(self) -> np.ndarray:
@@ -177,7 +177,7 @@ class Cursor:
         """Whether the place is after the last document of the current chunk."""
         return bool(self.state[DOCUMENT] >= len(self._of_chunk()))
 
-    def _of_chunk(self) -> Documents:
+    def _of_chunk(self) -> ChunkDocuments:
         if self._documents is None:
             chunk = int(self.state[CHUNK])
             self._documents = self._feed.documents(chunk)

@@ -13,8 +13,8 @@ from mpitrain.job.data.remarks import Remark, say_remark
 from mpitrain.job.data.streaming.feed import Cursor, Feed, Tolerance
 from mpitrain.job.data.streaming.fetching import FetchAhead
 from mpitrain.job.data.streaming.mixture import Mixture, Points
-from mpitrain.job.data.streaming.packing import CutRows, Packing, Row, WholeRows
-from mpitrain.job.data.streaming.sources import Source
+from mpitrain.job.data.streaming.packing import CutRows, PackedRow, Packing, WholeRows
+from mpitrain.job.data.streaming.sources import DocumentSource
 from mpitrain.job.data.tokenizers import Tokenizer
 
 NUM_INTEGERS = 4
@@ -30,7 +30,7 @@ class Recipe:
     ValueError if `batch` is no multiple of `lanes`.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[DocumentSource, ...]
     weights: tuple[Points, ...]
     """Of each source, see Mixture."""
     lanes: int
@@ -92,7 +92,7 @@ class Lane(Protocol):
     num_rows: int
     """Made so far."""
 
-    def next(self) -> Row:
+    def next(self) -> PackedRow:
         """The next row. Errors: see `Stream.get`."""
 
     def states(self) -> np.ndarray:
@@ -160,7 +160,7 @@ class _LaneHere:
             for cursor in cursors
         ]
 
-    def next(self) -> Row:
+    def next(self) -> PackedRow:
         row = self._packers[self._mixed(self.num_rows)[self._number]].next()
         self.num_rows += 1
         return row

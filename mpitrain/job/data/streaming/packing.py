@@ -20,7 +20,7 @@ Packing = Literal["cut", "whole"]
 _GROUP_ROWS = 16
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """Tokens and segments, int32 of the same length."""
 
     tokens: np.ndarray
@@ -33,9 +33,9 @@ class CutRows:
     def __init__(self, cursor: Cursor, length: int) -> None:
         self._cursor, self._length = cursor, length
 
-    def next(self) -> Row:
+    def next(self) -> PackedRow:
         """The next row. Its first token was the last target of the row before, unless that was the end of a document."""
-        row = Row(np.empty(self._length, np.int32), np.empty(self._length, np.int32))
+        row = PackedRow(np.empty(self._length, np.int32), np.empty(self._length, np.int32))
         at, segment, state = 0, 0, self._cursor.state
         while at < self._length:
             tokens, offset = self._cursor.tokens(), int(state[OFFSET])
@@ -62,10 +62,10 @@ class WholeRows:
 
     def __init__(self, cursor: Cursor, length: int, *, seed: int) -> None:
         self._cursor, self._length, self._seed = cursor, length, seed
-        self._rows: list[Row] = []
+        self._rows: list[PackedRow] = []
         self._after = cursor.state  # the state after the group
 
-    def next(self) -> Row:
+    def next(self) -> PackedRow:
         """The next row."""
         state = self._cursor.state
         if not self._rows:
@@ -79,7 +79,7 @@ class WholeRows:
             self._rows = []
         return row
 
-    def _group(self, taken: int) -> tuple[list[Row], np.ndarray]:
+    def _group(self, taken: int) -> tuple[list[PackedRow], np.ndarray]:
         """The rows of the group at the cursor's place, and the state after it. `taken`: the offset, as which it is left."""
         cursor, state = self._cursor, self._cursor.state
         state[OFFSET] = 0
@@ -108,7 +108,7 @@ class WholeRows:
         step = self._length - 1
         return [tokens[at : at + self._length] for at in range(0, max(len(tokens) - 1, 1), step)]
 
-    def _row(self, pieces: list[np.ndarray]) -> Row:
+    def _row(self, pieces: list[np.ndarray]) -> PackedRow:
         tokens = np.zeros(self._length, np.int32)
         segments = np.full(self._length, -1, np.int32)
         at = 0
@@ -116,7 +116,7 @@ class WholeRows:
             tokens[at : at + len(piece)] = piece
             segments[at : at + len(piece)] = segment
             at += len(piece)
-        return Row(tokens, segments)
+        return PackedRow(tokens, segments)
 
 
 def _nowhere(state: np.ndarray) -> ValueError:

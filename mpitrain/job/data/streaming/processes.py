@@ -21,7 +21,7 @@ from collectives.programs import python
 from mpitrain.job.data.remarks import Remark, say_remark
 from mpitrain.job.data.streaming import worker
 from mpitrain.job.data.streaming.lanes import Lane, OpenLanes, Recipe
-from mpitrain.job.data.streaming.packing import Row
+from mpitrain.job.data.streaming.packing import PackedRow
 from mpitrain.job.data.streaming.ring import Ring
 
 _BATCHES_AHEAD = 4
@@ -154,10 +154,10 @@ class _LaneAhead:
 
     def __init__(self, process: _Process, num_rows: int, states: np.ndarray) -> None:
         self.num_rows = num_rows
-        self.rows: deque[tuple[Row, np.ndarray]] = deque()
+        self.rows: deque[tuple[PackedRow, np.ndarray]] = deque()
         self._process, self._states = process, states
 
-    def next(self) -> Row:
+    def next(self) -> PackedRow:
         while not self.rows:
             self._process.receive()
         row, self._states = self.rows.popleft()

@@ -6,7 +6,7 @@ import os
 import numpy as np
 
 from mpitrain.job.data.streaming.lanes import NUM_INTEGERS, Recipe
-from mpitrain.job.data.streaming.packing import Row
+from mpitrain.job.data.streaming.packing import PackedRow
 
 
 class Ring:
@@ -21,12 +21,12 @@ class Ring:
         os.ftruncate(fd, num_slots * slot.itemsize)
         self._slots = np.frombuffer(mmap.mmap(fd, num_slots * slot.itemsize), slot)
 
-    def put(self, number: int, row: Row, states: np.ndarray) -> None:
+    def put(self, number: int, row: PackedRow, states: np.ndarray) -> None:
         """Fill the slot of the row with this number, counted from 0."""
         slot = self._slots[number % len(self._slots)]
         slot["tokens"], slot["segments"], slot["states"] = row.tokens, row.segments, states
 
-    def take(self, number: int) -> tuple[Row, np.ndarray]:
+    def take(self, number: int) -> tuple[PackedRow, np.ndarray]:
         """A copy of the row with this number, and of the states after it."""
         slot = self._slots[number % len(self._slots)]
-        return Row(slot["tokens"].copy(), slot["segments"].copy()), slot["states"].copy()
+        return PackedRow(slot["tokens"].copy(), slot["segments"].copy()), slot["states"].copy()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpitrain.job.data.documents import is_compressed
-from mpitrain.job.data.shard_names import Found, Known, found_again, shard_marks, shard_names
+from mpitrain.job.data.shard_names import FoundShards, Known, found_again, shard_marks, shard_names
 from mpitrain.job.data.shards import ShardList, in_their_folder
 from mpitrain.job.data.streaming.chunks import ChunkSequence, Era, num_chunks
 
@@ -18,7 +18,7 @@ _CHUNKS_PER_LANE = 16  # in an epoch, as far as the limits of a chunk allow: els
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """A source: its shards, and the order of their chunks.
 
     `eras`: (first epoch, number of shards): a source whose list became longer has several. The shards of an era are the first ones.
@@ -31,11 +31,11 @@ class Source:
     field: str | None = None
 
     @staticmethod
-    def new(name: str, shards: ShardList, *, lanes: int, field: str | None = None) -> "Source":
+    def new(name: str, shards: ShardList, *, lanes: int, field: str | None = None) -> "DocumentSource":
         """A source at the begin of a run."""
         wanted = int(shards.sizes.sum()) // (lanes * _CHUNKS_PER_LANE)
         chunk_bytes = min(max(wanted, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
-        return Source(name, shards, chunk_bytes, ((0, len(shards.names)),), field)
+        return DocumentSource(name, shards, chunk_bytes, ((0, len(shards.names)),), field)
 
     def resumed(
         self,
@@ -47,7 +47,7 @@ class Source:
         marks: Sequence[str] = (),
         listed: Sequence[str] = (),
         say: Callable[[str], object] = lambda line: None,
-    ) -> "Source":
+    ) -> "DocumentSource":
         """This source with the order of a checkpoint. New shards come from the epoch on that follows all of which a lane has begun.
 
         `saved`: of `meta`. `names`, `sizes`, `marks`: the shards of the checkpoint, in its order; without `marks` they are not known.
@@ -95,7 +95,7 @@ class Source:
             return before
         return replace(before, eras=(*eras, (before.sequence(0).epoch_of(furthest) + 1, len(order))))
 
-    def renamed(self, names: Mapping[tuple[str, str], str]) -> "Source":
+    def renamed(self, names: Mapping[tuple[str, str], str]) -> "DocumentSource":
         """This source with these names of some shards, by the names of sources and paths."""
         its = zip(self.shards.paths, self.shards.names, strict=True)
         now = tuple(names.get((self.name, path), name) for path, name in its) if names else self.shards.names
@@ -126,7 +126,7 @@ def _public(folder: str, before: Known) -> tuple[str, Known]:
     return folder, Known(names, before.sizes, shard_marks(paths, public))
 
 
-def _found_in(shards: ShardList, folder: str, before: Known) -> tuple[Known, Found]:
+def _found_in(shards: ShardList, folder: str, before: Known) -> tuple[Known, FoundShards]:
     """The shards of a checkpoint, which were in `folder`, with their names in a list, and their places."""
     found = found_again(before, shards.known)
     base = f"{shards.folder}/" if shards.folder else ""

@@ -11,7 +11,7 @@ from mpitrain.job.data.streaming.lanes import NUM_INTEGERS, Lane, OpenLanes, Rec
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """Rows of a global batch: tokens and segments (see packing.py), int32 of shape (rows, context + 1).
 
     `is_whole`: documents are whole, so that the first token of one is no target after the last one of another.
@@ -21,9 +21,9 @@ class Rows:
     segments: np.ndarray
     is_whole: bool
 
-    def __getitem__(self, rows: slice) -> "Rows":
+    def __getitem__(self, rows: slice) -> "TokenRows":
         """Some of the rows."""
-        return Rows(self.tokens[rows], self.segments[rows], self.is_whole)
+        return TokenRows(self.tokens[rows], self.segments[rows], self.is_whole)
 
 
 class LaneStates(NamedTuple):
@@ -60,7 +60,7 @@ class Stream:
         self._states[:, :, CHUNK] = np.arange(recipe.lanes)[:, None]  # lane n begins with chunk n
         self._opened: Mapping[int, Lane] = {}
 
-    def get(self, numbers: Sequence[int], rows: Sequence[int]) -> Rows:
+    def get(self, numbers: Sequence[int], rows: Sequence[int]) -> TokenRows:
         """Rows of a batch in which each lane makes its rows with these `numbers`. A rank asks for batches in order.
 
         Raises:
@@ -72,7 +72,7 @@ class Stream:
         shape = (len(rows), self._recipe.context + 1)
         tokens = np.array([row.tokens for row in made], np.int32).reshape(shape)
         segments = np.array([row.segments for row in made], np.int32).reshape(shape)
-        return Rows(tokens, segments, self._recipe.packing == "whole")
+        return TokenRows(tokens, segments, self._recipe.packing == "whole")
 
     def state(self, num_rows: int, rows: Sequence[int]) -> LaneStates:
         """The states, after `num_rows` rows of each lane, of the lanes of which the last row of a batch is one of `rows`.

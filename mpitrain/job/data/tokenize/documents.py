@@ -50,7 +50,7 @@ class Origin(NamedTuple):
         return hashlib.blake2b(marks.encode(), digest_size=8).hexdigest() if marks else ""
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """The documents that begin at the bytes `begin` to `end - 1` of a shard."""
 
     shard: int
@@ -58,12 +58,12 @@ class Part(NamedTuple):
     end: int
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Neighbouring documents of a source. `name`: of its files, without an ending. `num_bytes`: of the shards."""
 
     name: str
     origin: int
-    parts: tuple[Part, ...]
+    parts: tuple[DocumentPart, ...]
     num_bytes: int
 
 
@@ -82,7 +82,7 @@ def find(config: DataConfig) -> list[Origin]:
     return [Origin("text", shards, kind="text")]
 
 
-def pieces_of(origins: Sequence[Origin], piece_bytes: int | None = None) -> list[Piece]:
+def pieces_of(origins: Sequence[Origin], piece_bytes: int | None = None) -> list[DocumentPiece]:
     """All documents in pieces of about `piece_bytes` bytes: parts of large shards, or several small ones.
 
     A compressed shard is one part. Default: about a thousand pieces of 1 to 128 MiB.
@@ -94,25 +94,25 @@ def pieces_of(origins: Sequence[Origin], piece_bytes: int | None = None) -> list
     for index, origin in enumerate(origins):
         for number, parts in enumerate(_grouped(_parts(origin, limit), limit)):
             num_bytes = sum(part.end - part.begin for part in parts)
-            pieces.append(Piece(f"{origin.name}-{number:06}", index, tuple(parts), num_bytes))
+            pieces.append(DocumentPiece(f"{origin.name}-{number:06}", index, tuple(parts), num_bytes))
     return pieces
 
 
-def cuts_of(piece: Piece, opened: OpenShards) -> Iterator[Cut]:
+def cuts_of(piece: DocumentPiece, opened: OpenShards) -> Iterator[Cut]:
     """The documents of a piece. `opened`: its source."""
     for part in piece.parts:
         yield opened.cut(*part)
 
 
-def _parts(origin: Origin, limit: int) -> Iterator[Part]:
+def _parts(origin: Origin, limit: int) -> Iterator[DocumentPart]:
     for shard, (path, size) in enumerate(zip(origin.shards.paths, origin.shards.sizes.tolist(), strict=True)):
         step = size if is_compressed(path) and origin.kind is None else limit
-        yield from (Part(shard, begin, min(begin + step, size)) for begin in range(0, size, step))
+        yield from (DocumentPart(shard, begin, min(begin + step, size)) for begin in range(0, size, step))
 
 
-def _grouped(parts: Iterator[Part], limit: int) -> Iterator[list[Part]]:
+def _grouped(parts: Iterator[DocumentPart], limit: int) -> Iterator[list[DocumentPart]]:
     """Neighbours, as many as do not have more bytes than the limit."""
-    group: list[Part] = []
+    group: list[DocumentPart] = []
     num_bytes = 0
     for part in parts:
         if group and num_bytes + part.end - part.begin > limit:

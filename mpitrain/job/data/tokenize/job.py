@@ -20,9 +20,9 @@ from mpitrain.job.data.documents import VERSION, Cut, DamagedSampleError, checke
 from mpitrain.job.data.loading import say_what_stays, shard_cache
 from mpitrain.job.data.open_shards import first_texts
 from mpitrain.job.data.streaming.feed import Tolerance, tell
-from mpitrain.job.data.tokenize.documents import Origin, Piece, cuts_of, find, pieces_of
-from mpitrain.job.data.tokenize.output import Numbers, Output, summed
-from mpitrain.job.data.tokenize.progress import Shown
+from mpitrain.job.data.tokenize.documents import DocumentPiece, Origin, cuts_of, find, pieces_of
+from mpitrain.job.data.tokenize.output import Numbers, OutputFolder, summed
+from mpitrain.job.data.tokenize.progress import ShownProgress
 from mpitrain.job.data.tokenizers import JsonTokenizer, load_tokenizer
 from mpitrain.job.data.tokens import MegatronWriter, smallest_dtype
 from mpitrain.placement.rank0 import on_rank0
@@ -60,7 +60,7 @@ def tokenize(config: DataConfig, folder: Path, comm: Communicator) -> Result:
             raise ConfigError(
                 "data.tokenizer: expected the path of a tokenizer.json; `python -m mpitrain tokenizer train` makes one"
             )
-    job = _Job(config, origins, tokenizer, Output(folder, smallest_dtype(tokenizer.num_tokens).itemsize), comm)
+    job = _Job(config, origins, tokenizer, OutputFolder(folder, smallest_dtype(tokenizer.num_tokens).itemsize), comm)
     lock = None
     with comm.together():
         if comm.rank == 0:
@@ -84,7 +84,7 @@ class _Job:
         config: DataConfig,
         origins: Sequence[Origin],
         tokenizer: JsonTokenizer,
-        output: Output,
+        output: OutputFolder,
         comm: Communicator,
     ) -> None:
         self.output = output
@@ -97,7 +97,7 @@ class _Job:
         self._num_damaged = 0  # by this rank
         self.is_earlier = False
         """Whether an earlier version has begun with the folder: what is missing must be as it would have read it."""
-        self._piece: Piece | None = None  # on which it works
+        self._piece: DocumentPiece | None = None  # on which it works
         self._next_look = 0.0
 
     def settings(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class _Job:
         of_all = summed(comm.all_gather_object(own))
         return on_rank0(comm, lambda: self._result(of_all, seconds))
 
-    def _wait_for_others(self, shown: Shown | None) -> None:
+    def _wait_for_others(self, shown: ShownProgress | None) -> None:
         """Wait for all ranks, without load on their cores. They may have hours of work: the deadline counts from their last sign."""
         ended = self._comm.barrier(async_op=True)
         signs, until = None, math.inf
@@ -163,7 +163,7 @@ class _Job:
         self._next_look = 0.0
         self._look(shown)
 
-    def _work(self, wanted: Sequence[Piece], look: Callable[[], bool | None]) -> Numbers:
+    def _work(self, wanted: Sequence[DocumentPiece], look: Callable[[], bool | None]) -> Numbers:
         """Write pieces until all are taken, or another rank has an error."""
         first = len(wanted) * self._comm.rank // self._comm.size
         done = []
@@ -177,7 +177,7 @@ class _Job:
         self._piece = None
         return summed(done)
 
-    def _write(self, piece: Piece, look: Callable[[], bool | None]) -> Numbers | None:
+    def _write(self, piece: DocumentPiece, look: Callable[[], bool | None]) -> Numbers | None:
         """Write the files of a piece; None if another rank has an error."""
         text_bytes, num_damaged = 0, 0
         file = MegatronWriter(self.output.path_of(piece), self._dtype)
@@ -219,14 +219,14 @@ class _Job:
             f"tokenize: {self.output.folder} has tokens by an earlier version, which read {what} otherwise; choose another --out"
         )
 
-    def _cuts(self, piece: Piece) -> Iterator[Cut]:
+    def _cuts(self, piece: DocumentPiece) -> Iterator[Cut]:
         return cuts_of(piece, self._opened[piece.origin])
 
-    def _show(self, wanted: Sequence[Piece], lines: Sequence[str]) -> Shown:
+    def _show(self, wanted: Sequence[DocumentPiece], lines: Sequence[str]) -> ShownProgress:
         total = sum(piece.num_bytes for piece in self._pieces)
         missing = sum(piece.num_bytes for piece in wanted)
         num_shards = sum(len(each.shards.names) for each in self._origins)
-        shown = Shown("tokenize", total, total - missing)
+        shown = ShownProgress("tokenize", total, total - missing)
         shown.say(
             f"tokenize: {num_shards} shard{'s' * (num_shards > 1)}, {total / 1e6:,.1f} MB, in {len(self._pieces)} pieces; "
             f"{self._tokenizer.name}, {self._tokenizer.num_tokens} tokens"
@@ -237,7 +237,7 @@ class _Job:
             shown.say(f"tokenize: {len(self._pieces) - len(wanted)} pieces are complete; {len(wanted)} are missing")
         return shown
 
-    def _look(self, shown: Shown | None) -> bool | None:
+    def _look(self, shown: ShownProgress | None) -> bool | None:
         """From time to time: show the progress of all ranks, and be seen. Returns whether a rank has an error; None: not yet again."""
         if (began := time.monotonic()) < self._next_look:
             return None

@@ -22,7 +22,7 @@ from collectives.files import write_new
 from mpitrain.job.config import ConfigError, FolderInUseError
 from mpitrain.job.data.documents import VERSION
 from mpitrain.job.data.remarks import Remark, say_remark
-from mpitrain.job.data.tokenize.documents import Piece
+from mpitrain.job.data.tokenize.documents import DocumentPiece
 from mpitrain.job.record.files.folder_lock import FolderLock, LockedError
 
 _SETTINGS, _VERSION, _MARKS = "tokenize.json", "reader", "marks"
@@ -37,7 +37,7 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     damaged: int = 0
 
 
-class Output:
+class OutputFolder:
     """The folder, on any rank. `item_bytes`: of a token. OSError of all methods: the folder cannot be read or written."""
 
     def __init__(self, folder: Path, item_bytes: int) -> None:
@@ -90,11 +90,11 @@ class Output:
         """Remove what serves the running job alone, on rank 0."""
         shutil.rmtree(self._claims, ignore_errors=True)
 
-    def path_of(self, piece: Piece) -> Path:
+    def path_of(self, piece: DocumentPiece) -> Path:
         """The .bin file of a piece."""
         return self.folder / f"{piece.name}.bin"
 
-    def claim(self, piece: Piece) -> bool:
+    def claim(self, piece: DocumentPiece) -> bool:
         """Take a piece. Returns False if a rank has it already."""
         try:
             (self._claims / piece.name).open("xb").close()  # exclusive on NFS as well
@@ -102,7 +102,7 @@ class Output:
             return False
         return True
 
-    def is_alive(self, piece: Piece) -> None:
+    def is_alive(self, piece: DocumentPiece) -> None:
         """Tell the other ranks that this one still works on a piece."""
         with suppress(OSError):
             os.utime(self._claims / piece.name)
@@ -112,11 +112,11 @@ class Output:
         times = [path.stat().st_mtime_ns for path in self._claims.iterdir()]
         return len(times), max(times, default=0), len(self.complete_names())
 
-    def complete(self, piece: Piece, numbers: Numbers) -> None:
+    def complete(self, piece: DocumentPiece, numbers: Numbers) -> None:
         """Mark a piece as complete. Its files of tokens are there."""
         _write(self._numbers_of(piece), msgspec.json.encode(numbers))
 
-    def numbers(self, piece: Piece) -> Numbers | None:
+    def numbers(self, piece: DocumentPiece) -> Numbers | None:
         """The numbers of a piece; None if it is not complete, or its file of tokens was lost or cut off."""
         try:
             found = msgspec.json.decode(self._numbers_of(piece).read_bytes(), type=Numbers)
@@ -169,7 +169,7 @@ class Output:
             )
         return version
 
-    def _numbers_of(self, piece: Piece) -> Path:
+    def _numbers_of(self, piece: DocumentPiece) -> Path:
         return self.folder / f"{piece.name}.json"
 
 

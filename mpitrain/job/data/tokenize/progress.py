@@ -10,7 +10,7 @@ from collectives import is_live_terminal
 _LINE_EVERY_S = 10.0
 
 
-class Shown:
+class ShownProgress:
     """The progress of a job on rank 0, in bytes of `total`. `begin`: what earlier jobs have done."""
 
     def __init__(self, doing: str, total: int, begin: int = 0) -> None:

@@ -17,7 +17,7 @@ from mpitrain.job.data.loading import say_what_stays, shard_cache
 from mpitrain.job.data.order import keys_of, permute
 from mpitrain.job.data.streaming.feed import Tolerance, tell
 from mpitrain.job.data.tokenize.documents import cuts_of, find, pieces_of
-from mpitrain.job.data.tokenize.progress import Shown
+from mpitrain.job.data.tokenize.progress import ShownProgress
 from mpitrain.job.data.tokenizers import JsonTokenizer
 
 SEPARATOR = "<|endoftext|>"
@@ -84,7 +84,7 @@ def _texts(config: DataConfig, most_bytes: int, seed: int, say: Callable[[str], 
     num_shards = sum(len(origin.shards.names) for origin in origins)
     say(f"tokenizer train: {num_shards} shard{'s' * (num_shards > 1)}, {total / 1e6:,.1f} MB")
     shown = (
-        None if is_live_terminal() else Shown("tokenizer train: read", min(total, most_bytes))
+        None if is_live_terminal() else ShownProgress("tokenizer train: read", min(total, most_bytes))
     )  # else the library has a bar
     tolerance = Tolerance(config.max_bad_samples, tell)
     num_documents = num_bytes = num_damaged = 0

@@ -41,7 +41,7 @@ _NOT_IN_NAMES = r"[^\w.\[\]]"  # a minus sign separates the parts of a name
 _SPARE_BYTES = 1 << 16  # for longer headers of later steps
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class CopyPart(msgspec.Struct, frozen=True, array_like=True):
     """A box of a tensor of full shape `full`: `shape` elements from `offset` on, stored from byte `at` of the data on."""
 
     name: str
@@ -64,7 +64,7 @@ class Header(msgspec.Struct, frozen=True):
     rank: int
     size: int
     nbytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[CopyPart, ...]
     meta: dict[str, Any]
 
     @property
@@ -103,7 +103,7 @@ def _job() -> str:
     return "local"
 
 
-def parts_of(tensors: Sequence[Local], *, whole: bool) -> tuple[list[Part], list[np.ndarray], int]:
+def parts_of(tensors: Sequence[Local], *, whole: bool) -> tuple[list[CopyPart], list[np.ndarray], int]:
     """The places of a rank's boxes, their arrays, and the number of bytes. `whole`: also tensors that all ranks hold whole."""
     parts, arrays, at = [], [], 0
     for local in tensors:
@@ -111,7 +111,7 @@ def parts_of(tensors: Sequence[Local], *, whole: bool) -> tuple[list[Part], list
             continue
         for box, array in ((each.box, each.array) for each in local.boxes):
             its = local.description
-            parts.append(Part(local.name, its.dtype, its.shape, box.offset, box.shape, at))
+            parts.append(CopyPart(local.name, its.dtype, its.shape, box.offset, box.shape, at))
             arrays.append(array)
             at += -(-array.nbytes // _ALIGN) * _ALIGN
     return parts, arrays, at
@@ -168,14 +168,14 @@ class CopyFile:
         self._bytes[at : at + len(data)] = np.frombuffer(data, np.uint8)
 
 
-class Found(NamedTuple):
+class FoundCopy(NamedTuple):
     """A complete copy on this node."""
 
     path: Path
     header: bytes  # JSON of a Header
 
 
-def complete_copies(run: str) -> Iterator[Found]:
+def complete_copies(run: str) -> Iterator[FoundCopy]:
     """The complete copies of a run on this node, of all epochs. Files of other users, and files that are no copies, are passed over."""
     for path in files_of(run):
         with suppress(OSError, msgspec.MsgspecError), open(path, "rb", opener=open_own) as file:
@@ -186,7 +186,7 @@ def complete_copies(run: str) -> Iterator[Found]:
                     file.seek(at)
                     header = file.read(length)
                     msgspec.json.decode(header, type=Header)
-                    yield Found(path, header)
+                    yield FoundCopy(path, header)
 
 
 def open_own(path: str | Path, flags: int, *, folder: int | None = None) -> int:

@@ -17,7 +17,7 @@ from ckpt.format.boxes import Box
 from ckpt.tensors import inspect
 from collectives import Communicator
 from collectives.arrays.dtypes import DTYPES
-from mpitrain.job.elastic.copies.files import Header, Part, StateKey, complete_copies, open_data, remove_copies
+from mpitrain.job.elastic.copies.files import CopyPart, Header, StateKey, complete_copies, open_data, remove_copies
 
 
 class _Entry(NamedTuple):
@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
     dtype: str
 
 
-class Entries(dict[str, _Entry]):
+class StateEntries(dict[str, _Entry]):
     """The tensors of a state by name, and its meta: the part of `ckpt.Checkpoint` that a load needs."""
 
     def __init__(self, entries: Mapping[str, _Entry], meta: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class _Need(NamedTuple):
     """The elements `box` of a tensor, which lie in a part of the copy of rank `source`, and belong to the wanted box `target`."""
 
     source: int
-    part: Part
+    part: CopyPart
     box: Box
     target: int
 
@@ -76,14 +76,14 @@ def find_state(comm: Communicator, run: str, *, from_epoch: int = 0, below: floa
 
 
 class NodeCopies:
-    """A state in node memory, as a Source of `weights.state.load`."""
+    """A state in node memory, as a StoredState of `weights.state.load`."""
 
     def __init__(self, comm: Communicator, run: str, copies: dict[int, _Copy], node_of: list[int]) -> None:
         """`copies`: by rank of the job that took them. `node_of`: the node of each rank of `comm`."""
         self._comm, self._run, self._copies, self._node_of = comm, run, copies, node_of
         first = copies[0].header
         self.epoch, self.step, self.meta = first.epoch, first.step, first.meta
-        self._parts: dict[str, list[tuple[int, Part]]] = {}
+        self._parts: dict[str, list[tuple[int, CopyPart]]] = {}
         for rank in sorted(copies):
             for part in copies[rank].header.parts:
                 self._parts.setdefault(part.name, []).append((rank, part))
@@ -106,7 +106,7 @@ class NodeCopies:
 
     def entries(self) -> Any:
         found = {name: _Entry(name, parts[0][1].full, parts[0][1].dtype) for name, parts in self._parts.items()}
-        return Entries(found, self.meta)
+        return StateEntries(found, self.meta)
 
     def load(self, tensors: Mapping[str, Any], *, comm: Communicator | None, **options: Any) -> dict[str, Any]:
         """Fill `tensors` as `ckpt.load` does; returns the meta. Collective over the ranks that have found the state.

@@ -30,7 +30,7 @@ _NUM_GENERATIONS = 2
 _HEADER_BYTES = 200  # for a tensor
 
 
-class Copies:
+class StateCopies:
     """The copies of the ranks of `comm` in one epoch of the run `run`.
 
     Copies are a rank's own alone on one node. On several nodes a thread also sends each copy to a rank of the next node, while the

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from mpitrain.job.elastic.supervisor.hosts import is_own
-from mpitrain.job.elastic.supervisor.mpi_files.sessions import Found, Session, script
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import CleanedFolders, SessionFolder, script
 from mpitrain.job.record.files.marks import SUPERVISOR_VARIABLE
 
 SWEEP = r"""
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     """What was found on a host: the number of processes ended, and the folders of mpirun."""
 
     ended: int
-    folders: Found = Found()
+    folders: CleanedFolders = CleanedFolders()
 
 
 class Agent(NamedTuple):
@@ -86,7 +86,7 @@ def sweep(
     agent: Agent,
     hosts: Sequence[str],
     supervisor: str,
-    sessions: Sequence[Session],
+    sessions: Sequence[SessionFolder],
     timeout_s: float,
     indices: Mapping[str, int],
 ) -> dict[str, Answer]:
@@ -98,7 +98,7 @@ def sweep(
 
 
 def clean(
-    agent: Agent, hosts: Sequence[str], sessions: Sequence[Session], timeout_s: float, indices: Mapping[str, int]
+    agent: Agent, hosts: Sequence[str], sessions: Sequence[SessionFolder], timeout_s: float, indices: Mapping[str, int]
 ) -> dict[str, Answer]:
     """Remove the folders of launches that have ended by themselves, on each host and on this one."""
     return _everywhere(agent, {host: script(sessions, host) for host in _with_this(hosts)}, timeout_s, indices)
@@ -133,7 +133,7 @@ def _everywhere(
         answers = dict(zip(scripts, pool.map(lambda command: _answer(command, timeout_s), commands), strict=True))
     found = {host: _ANSWERED.search(text) for host, text in answers.items()}
     return {
-        host: Answer(int(match[1]), Found(*(frozenset(map(int, match[group].split())) for group in (2, 3))))
+        host: Answer(int(match[1]), CleanedFolders(*(frozenset(map(int, match[group].split())) for group in (2, 3))))
         for host, match in found.items()
         if match is not None
     }

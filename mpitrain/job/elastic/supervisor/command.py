@@ -13,9 +13,9 @@ from mpitrain.job.elastic.supervisor.decisions import Policy
 from mpitrain.job.elastic.supervisor.folder import RunFolder
 from mpitrain.job.elastic.supervisor.hosts import expand_names, of_environment
 from mpitrain.job.elastic.supervisor.launch.job import launcher_kind
-from mpitrain.job.elastic.supervisor.launch.limits import Limits
-from mpitrain.job.elastic.supervisor.plan import Plan
-from mpitrain.job.elastic.supervisor.requests import Requests
+from mpitrain.job.elastic.supervisor.launch.limits import PhaseLimits
+from mpitrain.job.elastic.supervisor.plan import SupervisorPlan
+from mpitrain.job.elastic.supervisor.requests import SignalRequests
 from mpitrain.job.elastic.supervisor.srun import in_job, parse_srun
 from mpitrain.job.elastic.supervisor.supervisor import Supervisor
 from mpitrain.job.elastic.supervisor.texts import public, say
@@ -35,17 +35,17 @@ _LIMITS = {
 }
 
 
-def main(argv: Sequence[str], requests: Requests | None = None) -> int:
+def main(argv: Sequence[str], requests: SignalRequests | None = None) -> int:
     """Run the command; returns the exit code. `requests`: of a program that has taken the signals before its imports."""
     try:
         plan, folder = _plan(argv)
     except (ValueError, OSError) as error:
         say(f"error: {error}")
         return 2
-    return Supervisor(plan, folder, requests or Requests()).run()
+    return Supervisor(plan, folder, requests or SignalRequests()).run()
 
 
-def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
+def _plan(argv: Sequence[str]) -> tuple[SupervisorPlan, RunFolder]:
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
     options = _parser().parse_args(words[:at])
@@ -78,9 +78,9 @@ def _plan(argv: Sequence[str]) -> tuple[Plan, RunFolder]:
         )
     agent = parse_agent(options.agent) if options.agent else choose_agent(agent_of(command, os.environ), os.environ)
     policy = Policy(options.max_relaunches, options.pause, options.max_pause)
-    limits = Limits(**{f"{name}_s": getattr(options, f"{name}_timeout") for name in _LIMITS})
+    limits = PhaseLimits(**{f"{name}_s": getattr(options, f"{name}_timeout") for name in _LIMITS})
     folder = RunFolder(Path(options.run) if options.run else run_folder(command.program))
-    plan = Plan(
+    plan = SupervisorPlan(
         command, hosts, agent, least=least, most=most, rejoin=options.rejoin, rejoin_s=options.rejoin_every,
         requeue=options.requeue, on_event=on_event_of(command.program), policy=policy, limits=limits,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         "added (default: srun in Slurm, pbsdsh in PBS, else that of mpirun)")  # fmt: skip
     add("--requeue", action="store_true",
         help="in Slurm: queue the job again after a stop by SIGUSR1 or Slurm's SIGTERM, and when too few hosts answer")  # fmt: skip
-    defaults = {field.name: getattr(Limits(), field.name) for field in fields(Limits)}
+    defaults = {field.name: getattr(PhaseLimits(), field.name) for field in fields(PhaseLimits)}
     for name, text in _LIMITS.items():
         add(
             f"--{name}-timeout",

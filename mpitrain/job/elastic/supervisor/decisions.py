@@ -19,14 +19,14 @@ class Policy(NamedTuple):
         return 0.0 if failures <= 1 else min(self.max_pause_s, self.pause_s * 2.0 ** min(failures - 2, 30))
 
 
-class Progress(NamedTuple):
+class LaunchProgress(NamedTuple):
     """The launches so far: failures since the last new step, and the greatest step."""
 
     failures: int = 0
     best_step: int = 0
 
 
-class Outcome(NamedTuple):
+class LaunchOutcome(NamedTuple):
     """How a launch ended. `step`: the last one that was seen. `stop`: who asked it to save and stop; "batch": nobody did, but the batch
     system ends the job. `problem`: why it failed.
 
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     problem: str = "the job ended without its mark of completion"
     is_reduced: bool = False
 
-    def does_not_fit(self, progress: "Progress") -> bool:
+    def does_not_fit(self, progress: "LaunchProgress") -> bool:
         """Whether the settings fit the job, as earlier steps show, but not the ranks that are left."""
         return self.done is not None and self.done.reason == "refused" and self.is_reduced and progress.best_step > 0
 
@@ -49,16 +49,16 @@ class Next(NamedTuple):
 
     action: Literal["launch", "end"]
     text: str
-    progress: Progress
+    progress: LaunchProgress
     pause_s: float = 0.0
     code: int = 0
 
 
-def decide(policy: Policy, progress: Progress, outcome: Outcome) -> Next:
+def decide(policy: Policy, progress: LaunchProgress, outcome: LaunchOutcome) -> Next:
     """The next action. Only a mark of completion ends with exit code 0."""
     done = outcome.done
     step = max(outcome.step, done.step if done is not None else 0)
-    best = Progress(0 if step > progress.best_step else progress.failures, max(step, progress.best_step))
+    best = LaunchProgress(0 if step > progress.best_step else progress.failures, max(step, progress.best_step))
     problem = outcome.problem
     if outcome.does_not_fit(best):
         done, problem = None, "the settings do not fit the ranks that are left"
@@ -74,7 +74,7 @@ def decide(policy: Policy, progress: Progress, outcome: Outcome) -> Next:
         return Next("end", f"{problem}; the next job goes on from the run's newest complete state", best, code=1)
     if outcome.stop == "user":
         return Next("end", f"{problem}; no relaunch, as a stop was asked for", best, code=1)
-    now = Progress(best.failures + 1, best.best_step)
+    now = LaunchProgress(best.failures + 1, best.best_step)
     if now.failures > policy.max_relaunches:
         times = f"{policy.max_relaunches} relaunch{'es' * (policy.max_relaunches != 1)}"
         return Next("end", f"{problem}; giving up after {times} without a new step", now, code=1)

@@ -7,7 +7,7 @@ from mpitrain.job.elastic.supervisor.agents import Answer, clean, count, probe, 
 from mpitrain.job.elastic.supervisor.batch import ending_state
 from mpitrain.job.elastic.supervisor.hosts import Host, choose, is_own, num_ranks
 from mpitrain.job.elastic.supervisor.mpi_files.sessions import Sessions
-from mpitrain.job.elastic.supervisor.plan import Plan
+from mpitrain.job.elastic.supervisor.plan import SupervisorPlan
 from mpitrain.job.elastic.supervisor.texts import say
 
 
@@ -18,7 +18,7 @@ class LiveHosts:
     last pause.
     """
 
-    def __init__(self, plan: Plan, supervisor: str, sessions: Sessions) -> None:
+    def __init__(self, plan: SupervisorPlan, supervisor: str, sessions: Sessions) -> None:
         self._plan, self._supervisor, self._sessions = plan, supervisor, sessions
         self.chosen: list[Host] = []
         self.least = plan.least

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from mpitrain.job.elastic.supervisor.agents import Agent
 from mpitrain.job.elastic.supervisor.decisions import Policy
 from mpitrain.job.elastic.supervisor.hosts import Host
-from mpitrain.job.elastic.supervisor.launch.limits import Limits
+from mpitrain.job.elastic.supervisor.launch.limits import PhaseLimits
 from mpitrain.job.elastic.supervisor.words import Command
 
 
 @dataclass(frozen=True)
-class Plan:
+class SupervisorPlan:
     """What a supervisor is asked to do."""
 
     command: Command
@@ -25,4 +25,4 @@ class Plan:
     on_event: str | None = None
     """`log.on_event` of the command"""
     policy: Policy = field(default_factory=Policy)
-    limits: Limits = field(default_factory=Limits)
+    limits: PhaseLimits = field(default_factory=PhaseLimits)

@@ -9,7 +9,7 @@ ASKED_VARIABLE = "MPITRAIN_STOP_ASKED"
 """Set by mpirun/elastic if SIGUSR1 came before this process was there."""
 
 
-class Requests:
+class SignalRequests:
     """SIGUSR1, and the first SIGINT, SIGTERM or SIGHUP: save and stop. A second one of the latter: end now. SIGUSR2 is passed on.
 
     In a batch job SIGTERM never means to end now: the batch system repeats it, and its SIGKILL follows when the time is over.

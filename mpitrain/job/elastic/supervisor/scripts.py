@@ -14,7 +14,7 @@ from collections.abc import Callable
 from mpitrain.job.elastic.supervisor.agents import clean, parse_agent
 from mpitrain.job.elastic.supervisor.hosts import of_environment
 from mpitrain.job.elastic.supervisor.launch.job import launcher_kind
-from mpitrain.job.elastic.supervisor.mpi_files.sessions import Session, Sessions, make
+from mpitrain.job.elastic.supervisor.mpi_files.sessions import SessionFolder, Sessions, make
 from mpitrain.job.elastic.supervisor.words import Command, setting
 
 _CLEAN_S = 30.0
@@ -31,7 +31,7 @@ def _make(mpirun: str) -> str:
 
 def _remove(inode: str, folder: str) -> str:
     sessions = Sessions()
-    sessions.left.append(Session(folder, inode))
+    sessions.left.append(SessionFolder(folder, inode))
     answers = clean(parse_agent("false"), [], sessions.left, _CLEAN_S, {})
     sessions.settle({host: answer.folders for host, answer in answers.items()})
     return "\n".join(sessions.remaining())

@@ -10,17 +10,17 @@ from typing import Any
 
 from mpitrain.job.elastic.copies.remote import script
 from mpitrain.job.elastic.supervisor.batch import GOES_ON, Queue, ending_state, job_state
-from mpitrain.job.elastic.supervisor.decisions import Next, Outcome, Progress, decide
+from mpitrain.job.elastic.supervisor.decisions import LaunchOutcome, LaunchProgress, Next, decide
 from mpitrain.job.elastic.supervisor.folder import RunFolder
 from mpitrain.job.elastic.supervisor.hosts import as_list, num_ranks
-from mpitrain.job.elastic.supervisor.launch.job import Job
-from mpitrain.job.elastic.supervisor.launch.limits import Limits, Watch
+from mpitrain.job.elastic.supervisor.launch.job import RunningJob
+from mpitrain.job.elastic.supervisor.launch.limits import LaunchWatch, PhaseLimits
 from mpitrain.job.elastic.supervisor.launch.memory_kills import NAMED, LaunchKills
 from mpitrain.job.elastic.supervisor.live_hosts import LiveHosts
 from mpitrain.job.elastic.supervisor.mpi_files.segments import Segment, find_segments, remove_segments
 from mpitrain.job.elastic.supervisor.mpi_files.sessions import Sessions
-from mpitrain.job.elastic.supervisor.plan import Plan
-from mpitrain.job.elastic.supervisor.requests import Requests
+from mpitrain.job.elastic.supervisor.plan import SupervisorPlan
+from mpitrain.job.elastic.supervisor.requests import SignalRequests
 from mpitrain.job.elastic.supervisor.texts import say
 from mpitrain.job.elastic.supervisor.words import resume_of
 from mpitrain.job.record.files.alerts import Alerts
@@ -43,7 +43,7 @@ _FOREIGN = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_RANK", "PMIX_SERVER", "PMIX_NAM
 class Supervisor:
     """Starts the job of a plan until its run has come to an end, or the signals in `requests` ask for one."""
 
-    def __init__(self, plan: Plan, folder: RunFolder, requests: Requests) -> None:
+    def __init__(self, plan: SupervisorPlan, folder: RunFolder, requests: SignalRequests) -> None:
         self.plan, self.folder = plan, folder
         self.id = uuid.uuid4().hex
         self._requests = requests
@@ -52,7 +52,7 @@ class Supervisor:
         if self._begins_with_given:
             folder.earlier = self._queue.earlier(folder.earlier)
         self._queue.go_on_from(self._newest_saved())
-        self._progress = Progress()
+        self._progress = LaunchProgress()
         self._slow_launches = 0
         self._down_since: float | None = None  # since the end of the last job
         self._reason = "first launch"
@@ -98,7 +98,7 @@ class Supervisor:
 
     # One launch
 
-    def _launch(self) -> Outcome:
+    def _launch(self) -> LaunchOutcome:
         """One launch, from its start to the end of all its processes."""
         plan, folder = self.plan, self.folder
         self._hosts.begin_launch()
@@ -116,8 +116,8 @@ class Supervisor:
         self._segments = set()
         began = time.time()
         kills = LaunchKills()
-        job = Job(words, env)
-        watch = Watch(self._limits(), folder.launch, time.monotonic())
+        job = RunningJob(words, env)
+        watch = LaunchWatch(self._limits(), folder.launch, time.monotonic())
         has_fewer = self._hosts.are_fewer()  # not later: a probe at the end may find others
         stop, problem = self._attend(job, watch, kills)
         if self._requests.end:
@@ -146,9 +146,9 @@ class Supervisor:
             problem += f"; {killed}"
         if state:
             stop, problem = "batch", f"Slurm ends this job ({state})"
-        return Outcome(done, step, stop, problem, is_reduced=watch.trains or has_fewer)
+        return LaunchOutcome(done, step, stop, problem, is_reduced=watch.trains or has_fewer)
 
-    def _attend(self, job: Job, watch: Watch, kills: LaunchKills) -> tuple[Any, str]:
+    def _attend(self, job: RunningJob, watch: LaunchWatch, kills: LaunchKills) -> tuple[Any, str]:
         """Wait until the job has ended, hangs or must be ended; returns who asked it to stop, and what stands still."""
         stop, told, trained = "", False, False
         look_for_hosts = time.monotonic() + self.plan.rejoin_s
@@ -205,7 +205,7 @@ class Supervisor:
         # "never" gave the folder of an earlier run another name before the first step: once is enough.
         return self.folder.own_start() or ("auto" if resume == "never" and self._progress.best_step else None)
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> PhaseLimits:
         limits = self.plan.limits
         return replace(limits, launch_s=limits.launch_s * 2.0 ** min(self._slow_launches, 6))
 
@@ -221,7 +221,7 @@ class Supervisor:
 
     # Reports
 
-    def _tell_of_first_step(self, watch: Watch) -> None:
+    def _tell_of_first_step(self, watch: LaunchWatch) -> None:
         if self._down_since is None:
             return
         self._event(
@@ -233,7 +233,7 @@ class Supervisor:
         )
         self._down_since = None
 
-    def _report(self, outcome: Outcome, following: Next) -> None:
+    def _report(self, outcome: LaunchOutcome, following: Next) -> None:
         """The report of the ranks, and one line: the last text that is printed about a launch."""
         if outcome.done is None and outcome.stop != "batch":
             text = self.folder.report_text()
@@ -260,7 +260,7 @@ class Supervisor:
             time.sleep(_LOOK_S)
             self._hosts.are_probed = False  # hosts may come and go
 
-    def _leave(self, following: Next, outcome: Outcome) -> int:
+    def _leave(self, following: Next, outcome: LaunchOutcome) -> int:
         stopped = outcome.done is not None and outcome.done.reason == "stopped"
         by_slurm = stopped and self.plan.requeue and self._is_stopped_by_slurm()
         lacks_hosts = following.code != 0 and not self._requests.stop and not self._hosts.are_enough()

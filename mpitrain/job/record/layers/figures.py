@@ -142,7 +142,7 @@ class LayerFigures:
 
 def _counted(model: "LanguageModel") -> "list[tuple[str, torch.Tensor]]":
     """The trained shards of which this rank counts the elements: of ranks with the same elements only the first does."""
-    from mpitrain.placement.spread import counts_in_norms
+    from mpitrain.placement.marks import counts_in_norms
     from mpitrain.sharding.unit.unit import params_by_shard
 
     sharded = params_by_shard(model)

@@ -11,7 +11,7 @@ Sizes = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelConstants:
     """The section [kernels]: times on this machine in place of shares of its limits. Pairs are of forward and backward.
 
     On CPUs the kernels of a step differ by a factor of ten in the share of the memory's bandwidth that they reach, and tensors that

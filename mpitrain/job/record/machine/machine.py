@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mpitrain.job.record.machine.constants import Kernels, Links, Overheads
+from mpitrain.job.record.machine.constants import KernelConstants, Links, Overheads
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Machine:
     """The ranks of a node can hold full parameters together: CPUs."""
     price: float | None = None
     """Of one rank for an hour, if no other price is given."""
-    kernels: Kernels | None = None
+    kernels: KernelConstants | None = None
     """Measured times of kernels, in place of shares of the limits: `plan --measure` writes them."""
     links: Links | None = None
     """Measured times of communication, in place of shares of the limits."""
@@ -98,7 +98,12 @@ class Machine:
         return hash((self.name, self.flops, self.memory))
 
 
-_SECTIONS: dict[str, type[Any]] = {"efficiency": Efficiency, "kernels": Kernels, "links": Links, "overheads": Overheads}
+_SECTIONS: dict[str, type[Any]] = {
+    "efficiency": Efficiency,
+    "kernels": KernelConstants,
+    "links": Links,
+    "overheads": Overheads,
+}
 
 
 def names() -> list[str]:

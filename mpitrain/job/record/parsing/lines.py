@@ -23,7 +23,7 @@ _MOST_OF_RANK = 1e25
 MOST_RANKS = 50_000
 
 
-class Block(NamedTuple):
+class LineBlock(NamedTuple):
     """Lines of a file, in its order."""
 
     lines: list[Line]
@@ -58,17 +58,17 @@ ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Of msgspec, for a text that is not as expected."""
 
 
-def read_blocks(path: Path, *, of_ranks: bool = False) -> Iterator[Block]:
+def read_blocks(path: Path, *, of_ranks: bool = False) -> Iterator[LineBlock]:
     """The lines of a file, those of ranks.jsonl with `of_ranks`. A missing file has none. Raises OSError."""
     try:
         for text, is_torn in blocks_of_lines(path):
             found = decode(text, of_ranks=of_ranks)
-            yield Block(found.lines, 0) if is_torn else found
+            yield LineBlock(found.lines, 0) if is_torn else found
     except FileNotFoundError:
         return
 
 
-def decode(text: bytes, *, of_ranks: bool = False) -> Block:
+def decode(text: bytes, *, of_ranks: bool = False) -> LineBlock:
     """The objects of lines."""
     decoder: Any = _RANKS if of_ranks else _FIGURES
     take: Callable[[Any], Line | None] = _of_ranks if of_ranks else _of_figures
@@ -79,7 +79,7 @@ def decode(text: bytes, *, of_ranks: bool = False) -> Block:
     except ERRORS:
         lines = [_decode_one(line, decoder, mend) for line in text.split(b"\n") if line]
     found = [figures for line in lines if line is not None and (figures := take(line)) is not None]
-    return Block(found, len(lines) - len(found))
+    return LineBlock(found, len(lines) - len(found))
 
 
 def _of_figures(line: Line) -> Line | None:

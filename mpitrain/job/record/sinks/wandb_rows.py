@@ -22,7 +22,7 @@ class _Row(NamedTuple):
 _NO_ROW = _Row(0, "", -1)
 
 
-class Rows:
+class WandbRows:
     """The file `path`, with a line [STEP, LOSS, HELDOUT_LOSS, NUMBER] for each row of steps after `steps_done`, and for the last row.
 
     Lines without a number, of an older release, are of rows that follow each other. OSError if the file is none that a run has written.

@@ -5,7 +5,7 @@ from typing import Any
 
 from mpitrain.files import check_own
 from mpitrain.job.record.sinks.sink import About
-from mpitrain.job.record.sinks.wandb_rows import Rows
+from mpitrain.job.record.sinks.wandb_rows import WandbRows
 
 
 class WandbRun:
@@ -33,7 +33,7 @@ class WandbRun:
         )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        self._rows = Rows(about.folder / "wandb.rows", about.steps_done)
+        self._rows = WandbRows(about.folder / "wandb.rows", about.steps_done)
         self._rows.next_number = max(
             self._rows.next_number, self._run.starting_step
         )  # which its server tells, if it is online

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from collectives.diagnosis.record import KeptEntry
 from mpitrain.job.record.trace.clocks import TAG, Line
-from mpitrain.job.record.trace.events import COMMUNICATION, WAIT, Part
+from mpitrain.job.record.trace.events import COMMUNICATION, WAIT, RankEvents
 from mpitrain.job.record.trace.meetings import FREES, LEAST_WAIT_S, Meetings, Met, key, role
 
 _ISSUE_S = 1e-6  # the shown length of an issue, which the record does not have
@@ -87,7 +87,7 @@ def meetings(operations: Sequence[Operation]) -> Meetings:
     )
 
 
-def draw(part: Part, operations: Sequence[Operation], met: Met, rank: int) -> None:
+def draw(part: RankEvents, operations: Sequence[Operation], met: Met, rank: int) -> None:
     """Add the operations of `rank` to its part.
 
     A slice with a wait is split in the wait, until the last rank has entered the operation, and the transfer. An arrow comes from that

@@ -39,7 +39,7 @@ class Slice:
     arrows_in: list[int] = field(default_factory=list)
 
 
-class Part:
+class RankEvents:
     """The events of one rank. `zero`: the begin of the trace on rank 0's clock, in seconds, as all times of the methods are."""
 
     def __init__(self, rank: int, host: str, zero: float) -> None:

@@ -70,7 +70,7 @@ def withdraw(folder: Path, asked: Request) -> None:
         (folder / NAME).unlink(missing_ok=True)
 
 
-class Requests:
+class TraceRequests:
     """The requests that rank 0 of a run sees."""
 
     def __init__(self, folder: Path) -> None:

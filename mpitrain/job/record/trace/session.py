@@ -18,7 +18,7 @@ from mpitrain.files import make_folder, making, partial_of, write_all
 from mpitrain.job.record.gauges.phases import StepClock
 from mpitrain.job.record.trace import communication, packing
 from mpitrain.job.record.trace.clocks import TAG, Clocks
-from mpitrain.job.record.trace.events import LAYERS, OPERATORS, PIPELINE, STEPS, Part
+from mpitrain.job.record.trace.events import LAYERS, OPERATORS, PIPELINE, STEPS, RankEvents
 from mpitrain.job.record.trace.meetings import Met, corrections
 from mpitrain.job.record.trace.profiler import Operator, Profiler
 from mpitrain.job.record.trace.spans import Span, Spans
@@ -34,7 +34,7 @@ class Acting(Protocol):
         """The name, begin and end of each action of the last step, in seconds of time.perf_counter; None: no pipeline."""
 
 
-class Session:
+class TraceSession:
     """A trace from its construction to `write` or `close`. All methods but `end_step` and `close` are collective."""
 
     def __init__(
@@ -118,7 +118,9 @@ class Session:
             everyone = [each.moved(fix) for each, fix in zip(everyone, fixes, strict=True)]
             met = Met(everyone)
             fix = fixes[comm.rank]
-            part = Part(comm.rank, hosts[comm.rank], min(fix(begin) for begin, fix in zip(begins, fixes, strict=True)))
+            part = RankEvents(
+                comm.rank, hosts[comm.rank], min(fix(begin) for begin, fix in zip(begins, fixes, strict=True))
+            )
             self._draw(part, self._spans, operators, lambda time_s: fix(line(self._clocks.read(time_s))))
             communication.draw(part, [each.moved(fix) for each in mine], met, comm.rank)
             packed = packing.pack(part.text())
@@ -133,7 +135,9 @@ class Session:
         }
         self._join(file, packed, facts)
 
-    def _draw(self, part: Part, of: Spans, operators: Sequence[Operator], clock: Callable[[float], float]) -> None:
+    def _draw(
+        self, part: RankEvents, of: Spans, operators: Sequence[Operator], clock: Callable[[float], float]
+    ) -> None:
         """Add all but the communication to the part of this rank."""
         first, last = self._steps[0].begun, self._steps[-1].ended
         rows: list[tuple[str, str, Iterable[Span]]] = [

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import collectives
 from collectives import Communicator
 from mpitrain.job.record.gauges.phases import StepClock
-from mpitrain.job.record.trace.request import Requests
-from mpitrain.job.record.trace.session import Acting, Session
+from mpitrain.job.record.trace.request import TraceRequests
+from mpitrain.job.record.trace.session import Acting, TraceSession
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,11 +52,11 @@ class Tracer:
         `say`: prints a line, on rank 0. `read` and `host`: see `clocks.Clocks`; for tests.
         """
         self._folder, self._comm, self._say = folder, comm, say
-        self._begin = lambda: Session(comm, model, clock, passes, read=read, host=host)
+        self._begin = lambda: TraceSession(comm, model, clock, passes, read=read, host=host)
         self._of_settings = traced
         self._asked: tuple[int, int] | None = None
-        self._requests = Requests(folder) if comm.rank == 0 else None
-        self._session: Session | None = None
+        self._requests = TraceRequests(folder) if comm.rank == 0 else None
+        self._session: TraceSession | None = None
         self._first = self._step = 0
 
     @property

@@ -7,9 +7,9 @@ import torch
 
 from mpitrain.job.config import Config
 from mpitrain.job.data.streaming.batches import DocumentBatches, HeldoutDocuments
-from mpitrain.job.data.streaming.stream import Rows
+from mpitrain.job.data.streaming.stream import TokenRows
 from mpitrain.job.train.batches.micro_batch import MicroBatch
-from mpitrain.job.train.batches.parts import Part, rows_of
+from mpitrain.job.train.batches.parts import BatchPart, rows_of
 from mpitrain.models.loss import IGNORED
 from mpitrain.models.segments import Segments
 
@@ -21,7 +21,9 @@ class MicroBatchMaker:
         self._vocab, self._seed = config.model.resolve().vocab, config.train.seed
         self._mask_documents, self._checks_tokens = config.data.mask_documents, checks_tokens
 
-    def make(self, rows: "np.ndarray | Rows", its: Sequence[Part], source: object, index: int) -> list[MicroBatch]:
+    def make(
+        self, rows: "np.ndarray | TokenRows", its: Sequence[BatchPart], source: object, index: int
+    ) -> list[MicroBatch]:
         """`rows`: `rows_of` the parts, of batch `index` of `source`. ValueError for tokens that the model does not have."""
         sources = _sources_of(source, index, rows_of(its))
         made: list[MicroBatch] = []
@@ -38,7 +40,7 @@ class MicroBatchMaker:
             first = last
         return made
 
-    def _micro_batch(self, rows: "np.ndarray | Rows", sources: np.ndarray) -> MicroBatch:
+    def _micro_batch(self, rows: "np.ndarray | TokenRows", sources: np.ndarray) -> MicroBatch:
         array = rows if isinstance(rows, np.ndarray) else rows.tokens.astype(np.int64)
         if self._checks_tokens and array.size and not 0 <= array.min() <= array.max() < self._vocab:
             raise ValueError(

@@ -70,7 +70,7 @@ class _Copy(NamedTuple):
         return self.batch.each(used)
 
 
-class Copies:
+class GpuCopies:
     """Copies to a GPU, from pinned memory and on a stream of their own: so they travel while the GPU computes."""
 
     def __init__(self, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mpitrain.job.config import Config
 from mpitrain.job.data import Batches, HeldoutBatches
-from mpitrain.job.data.loading import Corpus, Documents, shard_cache
+from mpitrain.job.data.loading import Corpus, DocumentSources, shard_cache
 from mpitrain.job.data.streaming.batches import DocumentBatches, HeldoutDocuments
 from mpitrain.job.data.streaming.lanes import Recipe, open_lanes
 from mpitrain.job.data.streaming.processes import Processes
@@ -25,7 +25,7 @@ class Opened(NamedTuple):
 
 def open_batches(
     config: Config,
-    found: Corpus | Documents | TokenFiles,
+    found: Corpus | DocumentSources | TokenFiles,
     tokenizer: Tokenizer | None,
     *,
     reads: bool,
@@ -36,7 +36,7 @@ def open_batches(
     ValueError if the data are too few for a batch.
     """
     train, context = config.train, config.model.resolve().context
-    if not isinstance(found, Documents):
+    if not isinstance(found, DocumentSources):
         return Opened(
             Batches(found.train, context=context, batch=train.batch, seed=train.seed),
             HeldoutBatches(found.heldout, context=context, batch=train.batch, num_batches=train.eval_batches),

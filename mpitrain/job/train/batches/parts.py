@@ -8,7 +8,7 @@ from collectives import Communicator
 from mpitrain.sharding.slices import Slices
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """Rows `begin` to `end` of a global batch: a micro-batch. `slice`: its number, or None. `counts`: see `Round`."""
 
     begin: int
@@ -17,18 +17,18 @@ class Part(NamedTuple):
     counts: bool = True
 
 
-def parts_of(batch: int, data: Communicator, slices: Slices | None, *, num_micro: int) -> list[Part]:
+def parts_of(batch: int, data: Communicator, slices: Slices | None, *, num_micro: int) -> list[BatchPart]:
     """The micro-batches of this rank of `data`, of a global batch of `batch` rows: `num_micro`, or one for each round of slices.
 
     Without slices the ranks have equal numbers of rows, or one more or less.
     """
     if slices is not None:
-        return [Part(*slices.rows(number, batch), number, counts) for number, counts in slices.rounds]
+        return [BatchPart(*slices.rows(number, batch), number, counts) for number, counts in slices.rounds]
     begin, end = batch * data.rank // data.size, batch * (data.rank + 1) // data.size
     cuts = [begin + (end - begin) * n // num_micro for n in range(num_micro + 1)]
-    return [Part(first, last) for first, last in pairwise(cuts)]
+    return [BatchPart(first, last) for first, last in pairwise(cuts)]
 
 
-def rows_of(parts: Sequence[Part]) -> list[int]:
+def rows_of(parts: Sequence[BatchPart]) -> list[int]:
     """The numbers of the rows, without those that a round repeats."""
     return [row for part in parts if part.counts for row in range(part.begin, part.end)]

@@ -12,16 +12,16 @@ from collectives import Communicator
 from mpitrain.job.config import Config, ConfigError
 from mpitrain.job.data import Batches, HeldoutBatches
 from mpitrain.job.data.left_out import Interval, merged
-from mpitrain.job.data.loading import Corpus, Documents
+from mpitrain.job.data.loading import Corpus, DocumentSources
 from mpitrain.job.data.streaming.batches import DocumentBatches, HeldoutDocuments
 from mpitrain.job.data.streaming.feed import Tolerance
-from mpitrain.job.data.streaming.stream import LaneStates, Rows
+from mpitrain.job.data.streaming.stream import LaneStates, TokenRows
 from mpitrain.job.data.tokenizers import BYTES, Tokenizer
 from mpitrain.job.data.tokens import TokenFiles
 from mpitrain.job.train.batches.making import MicroBatchMaker, source_names
-from mpitrain.job.train.batches.micro_batch import Copies, MicroBatch
+from mpitrain.job.train.batches.micro_batch import GpuCopies, MicroBatch
 from mpitrain.job.train.batches.opening import open_batches
-from mpitrain.job.train.batches.parts import Part, parts_of, rows_of
+from mpitrain.job.train.batches.parts import BatchPart, parts_of, rows_of
 from mpitrain.job.train.batches.shared_reading import SharedReading
 from mpitrain.models.loss import IGNORED
 from mpitrain.sharding.slices import Slices
@@ -63,7 +63,7 @@ class RankBatches:
     def __init__(
         self,
         config: Config,
-        found: Corpus | Documents | TokenFiles,
+        found: Corpus | DocumentSources | TokenFiles,
         data: Communicator,
         *,
         device: torch.device = CPU,
@@ -72,7 +72,7 @@ class RankBatches:
         same: Communicator | None = None,
         say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        train, has_documents = config.train, isinstance(found, Documents)
+        train, has_documents = config.train, isinstance(found, DocumentSources)
         self._data, self._all, self._num_micro = data, all_ranks or data, train.accumulate
         self._slices = Slices(train.slices, data.size, data.rank) if train.slices else None
         self._may_fail = not isinstance(found, Corpus)  # while it reads: then the ranks raise an error together
@@ -89,8 +89,8 @@ class RankBatches:
         most_steps = _MOST_STEPS + (train.max_rewinds + 1) * (train.max_skipped_steps + 1)
         self._most_left_out = max(_MOST_SAMPLES, most_steps * train.batch)
         self._ahead = _Ahead()
-        self._copies = Copies(device) if device.type == "cuda" else None
-        if isinstance(found, Documents):
+        self._copies = GpuCopies(device) if device.type == "cuda" else None
+        if isinstance(found, DocumentSources):
             self._check_lanes(found.lanes)
         self.train, self.heldout, self._processes = open_batches(
             config, found, tokenizer, reads=self._reading.leads, say=say
@@ -118,13 +118,13 @@ class RankBatches:
         its = self._parts(self.train, self._num_micro)
         states: LaneStates | None = None
 
-        def read() -> "np.ndarray | Rows":
+        def read() -> "np.ndarray | TokenRows":
             nonlocal states
             if isinstance(self.train, DocumentBatches):
                 states = self.train.states(step, rows_of(its))
             return self.train.get(step, rows_of(its))
 
-        def parts(rows: "np.ndarray | Rows") -> list[MicroBatch]:
+        def parts(rows: "np.ndarray | TokenRows") -> list[MicroBatch]:
             batches = self._maker.make(rows, its, self.train, step)
             return batches if self._copies is None else [self._copies.begun(batch) for batch in batches]
 
@@ -291,5 +291,7 @@ class RankBatches:
                 f"its own, got {self._slices.count}; take {num_lanes & -num_lanes} at most, or start another run with --run"
             )
 
-    def _parts(self, of: Batches | DocumentBatches | HeldoutBatches | HeldoutDocuments, num_micro: int) -> list[Part]:
+    def _parts(
+        self, of: Batches | DocumentBatches | HeldoutBatches | HeldoutDocuments, num_micro: int
+    ) -> list[BatchPart]:
         return parts_of(of.batch, self._data, self._slices, num_micro=num_micro)

@@ -5,14 +5,14 @@ from collections.abc import Callable
 import numpy as np
 
 from collectives import Communicator
-from mpitrain.job.data.streaming.stream import Rows
+from mpitrain.job.data.streaming.stream import TokenRows
 from mpitrain.job.train.batches.micro_batch import MicroBatch
 
 
 class SharedReading:
     """The rows of the ranks `same`, which have the same ones; None if each rank reads by itself.
 
-    `length`: of a row, in tokens. `is_whole`: see `Rows`.
+    `length`: of a row, in tokens. `is_whole`: see `TokenRows`.
     """
 
     def __init__(self, same: Communicator | None, *, length: int, is_whole: bool) -> None:
@@ -25,8 +25,8 @@ class SharedReading:
 
     def read(
         self,
-        read: Callable[[], "np.ndarray | Rows"],
-        parts: Callable[["np.ndarray | Rows"], list[MicroBatch]],
+        read: Callable[[], "np.ndarray | TokenRows"],
+        parts: Callable[["np.ndarray | TokenRows"], list[MicroBatch]],
         num_rows: int,
     ) -> tuple[list[MicroBatch], Exception | None]:
         """What `parts` makes of the rows that `read` reads on the first rank; and an error.
@@ -45,14 +45,14 @@ class SharedReading:
         except Exception as failed:
             return [], failed
 
-    def _from_first(self, same: Communicator, rows: "np.ndarray | Rows | None", num_rows: int) -> Rows | None:
+    def _from_first(self, same: Communicator, rows: "np.ndarray | TokenRows | None", num_rows: int) -> TokenRows | None:
         """The rows of the first rank; None if it has none."""
         there = np.zeros((2, num_rows, self._length), np.int32)
         num_read = np.array([0 if rows is None else 1], np.int64)
         same.broadcast(num_read)
         if not num_read[0]:
             return None
-        if isinstance(rows, Rows):
+        if isinstance(rows, TokenRows):
             there[0], there[1] = rows.tokens, rows.segments
         same.broadcast(there)
-        return Rows(there[0], there[1], self._is_whole)
+        return TokenRows(there[0], there[1], self._is_whole)

@@ -121,7 +121,7 @@ def write(
 
 
 def load(
-    source: state.Source,
+    source: state.StoredState,
     model: LanguageModel,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -254,7 +254,7 @@ def settle_wires(parallel: ParallelConfig, comm: Communicator, start: Path | ckp
     return replace(parallel, **found)
 
 
-def _read(source: state.Source) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def _read(source: state.StoredState) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """The checked meta of a source, and the shapes of its tensors of the data."""
     there = source.entries()
     shapes = {entry.name: entry.shape for entry in there.values() if entry.name.startswith("data/")}
@@ -265,7 +265,7 @@ def _device(model: LanguageModel) -> torch.device:
     return next(model.parameters()).device
 
 
-def _check_model(saved: Config, config: Config, source: state.Source) -> None:
+def _check_model(saved: Config, config: Config, source: state.StoredState) -> None:
     there, here = ({"family": each.model.family} for each in (saved, config))
     if there == here:
         there, here = (asdict(each.model.resolve()) for each in (saved, config))

@@ -5,8 +5,8 @@ shapes fit by chance (rows of an embedding), the result is wrong. Four checks fi
 - A guard (unit/parameter.py) sees the call of a module that shows shards.
 - `refuse_gradient` sees a backward that reaches a shard.
 - In private storage `check_graph` and `check_error` look at the root's forward, and name the module that is to be called.
-- In private storage `Watch` (watch.py) sees reads of freed memory, through a view that somebody has kept, and of shards. It watches
-  the first forwards of the root.
+- In private storage `AccessWatch` (watch.py) sees reads of freed memory, through a view that somebody has kept, and of shards. It
+  watches the first forwards of the root.
 Code without gradients outside of a forward that computes with a shard itself, without a call of its module, is not seen.
 """
 

@@ -21,7 +21,7 @@ from mpitrain.sharding.unit.unit import Unit, UnitState, kind_of
 from mpitrain.torch_glue.torch_internals import storage_of
 
 
-class Watch(TorchDispatchMode):
+class AccessWatch(TorchDispatchMode):
     """In the block: RuntimeError before an operation that reads freed memory or cut shards of these units, or writes their full
     parameters."""
 

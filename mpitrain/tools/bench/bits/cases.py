@@ -22,7 +22,7 @@ MODELS: Mapping[str, str] = {
 """The settings that decide the bits; AdamW and float32 unless they say otherwise. Each model has a run on one rank."""
 
 
-class Case(NamedTuple):
+class BitsCase(NamedTuple):
     """Runs of some models, each on some numbers of ranks. `multiple`: what the layout needs of a number of ranks."""
 
     words: str
@@ -33,23 +33,23 @@ class Case(NamedTuple):
 
 
 RANKS, RESUMED, KILLED, HOSTS = "ranks", "resumed", "killed", "hosts"
-CASES: Mapping[str, Case] = {
-    RANKS: Case("other numbers of ranks, stage 3 of ZeRO", FAMILIES, (2, 3, 4, 8)),
-    **{f"stage-{n}": Case(f"stage {n} of ZeRO", FAMILIES, (3,), f"--parallel.stage {n}") for n in range(3)},
-    "private": Case("private storage", FAMILIES, (3,), "--parallel.storage private"),
-    "copies": Case("2 copies of the shards (HSDP)", FAMILIES, (4,), "--parallel.copies 2", 2),
-    "1f1b": Case("a pipeline of 2, 1f1b", FAMILIES, (2,), "--parallel.pipeline 2", 2),
-    "gpipe": Case("a pipeline of 2, gpipe", FAMILIES, (4,), "--parallel.pipeline 2 --parallel.schedule gpipe", 2),
+CASES: Mapping[str, BitsCase] = {
+    RANKS: BitsCase("other numbers of ranks, stage 3 of ZeRO", FAMILIES, (2, 3, 4, 8)),
+    **{f"stage-{n}": BitsCase(f"stage {n} of ZeRO", FAMILIES, (3,), f"--parallel.stage {n}") for n in range(3)},
+    "private": BitsCase("private storage", FAMILIES, (3,), "--parallel.storage private"),
+    "copies": BitsCase("2 copies of the shards (HSDP)", FAMILIES, (4,), "--parallel.copies 2", 2),
+    "1f1b": BitsCase("a pipeline of 2, 1f1b", FAMILIES, (2,), "--parallel.pipeline 2", 2),
+    "gpipe": BitsCase("a pipeline of 2, gpipe", FAMILIES, (4,), "--parallel.pipeline 2 --parallel.schedule gpipe", 2),
     **{
-        name: Case(f"a pipeline of 2, {name}", (GPT,), (2,), f"--parallel.pipeline 2 --parallel.schedule {name}", 2)
+        name: BitsCase(f"a pipeline of 2, {name}", (GPT,), (2,), f"--parallel.pipeline 2 --parallel.schedule {name}", 2)
         for name in ("interleaved", "zb-h1", "zb-v", "dualpipe-v")
     },
-    "optimizers": Case("Muon, LAMB, LARS and SGD", OPTIMIZERS, (2, 4)),
-    BF16: Case("bfloat16 with fp32 masters", (BF16,), (2, 3)),
-    RESUMED: Case(
+    "optimizers": BitsCase("Muon, LAMB, LARS and SGD", OPTIMIZERS, (2, 4)),
+    BF16: BitsCase("bfloat16 with fp32 masters", (BF16,), (2, 3)),
+    RESUMED: BitsCase(
         "a run that saves each step, on the first of the numbers of ranks, and one for each stop that goes on, on the next ones",
         (GPT,), (3, 1, 4, 2),
     ),
-    KILLED: Case("the last rank is killed halfway, and the others go on in place", (GPT,), (4,), "--train.elastic true"),
-    HOSTS: Case("2 hosts, which ./mpirun/cluster makes on this machine", (GPT,), (4,), multiple=2),
+    KILLED: BitsCase("the last rank is killed halfway, and the others go on in place", (GPT,), (4,), "--train.elastic true"),
+    HOSTS: BitsCase("2 hosts, which ./mpirun/cluster makes on this machine", (GPT,), (4,), multiple=2),
 }  # fmt: skip

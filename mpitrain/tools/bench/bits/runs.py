@@ -8,7 +8,7 @@ from pathlib import Path
 from mpitrain.job.elastic.copies.holding import remove_all
 from mpitrain.job.elastic.lease import read_lease
 from mpitrain.tools.bench.jobs import checkout
-from mpitrain.tools.bench.jobs.job import Job, OwnHarm
+from mpitrain.tools.bench.jobs.job import BenchJob, OwnHarm
 from mpitrain.view.diff import checkpoints, metrics, printing
 from mpitrain.view.reading.run import read_run
 
@@ -38,7 +38,7 @@ def train(run: Path, started_by: Launch, settings: Sequence[str], timeout_s: flo
     FailedError; then `run`.txt has the output of the job.
     """
     began = time.monotonic()
-    job = Job(*started_by, settings, run, kill)
+    job = BenchJob(*started_by, settings, run, kill)
     try:
         code = job.end(timeout_s)
         problem = f"not ended after {timeout_s:g} s" if code is None else f"exit code {code}" if code else ""

@@ -33,7 +33,7 @@ class OwnHarm(NamedTuple):
     seed: int
 
 
-class Job:
+class BenchJob:
     """A job in the folder `run`, started by `command` (a launcher and its options) with the settings `words` of the main job.
 
     `harm`: the job harms itself. `module`: another module that takes `--run`.

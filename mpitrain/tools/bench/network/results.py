@@ -10,7 +10,7 @@ from rich.text import Text
 
 from collectives.bench.kit.launches import Launch
 from collectives.shared.tables import new_table
-from mpitrain.tools.bench.results import Case
+from mpitrain.tools.bench.results import BenchCase
 
 EXACT = "fp32"
 
@@ -43,7 +43,7 @@ class WireLaunch(Launch):
     ALIKE = ("machine", "ranks", "nodes", "threads", "case", "codec")
 
     threads: int
-    case: Case
+    case: BenchCase
     codec: str
     """The implementation of the codec."""
     steps: int

@@ -19,7 +19,7 @@ from collectives.shared.terminal import console, positive
 from mpitrain.tools.bench.network.cards import sent_bytes
 from mpitrain.tools.bench.network.results import EXACT, WireLaunch, WireRow, wire_tables
 from mpitrain.tools.bench.options import Parser, parse_shapes
-from mpitrain.tools.bench.results import Case
+from mpitrain.tools.bench.results import BenchCase
 
 if TYPE_CHECKING:
     from mpitrain.tools.bench.model import TrainedModel, TrainingSetup
@@ -80,7 +80,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     if len(given.shape) > 1:
         parser.error("--shape takes one shape")
     (width, layers, batch) = given.shape[0]
-    given.case = Case(width, layers, given.heads, given.context, batch)
+    given.case = BenchCase(width, layers, given.heads, given.context, batch)
     try:
         given.case.config()
     except ValueError as error:
@@ -159,7 +159,7 @@ class _Counted:
         return {"step": taken["step"], "sent": sent_bytes(self._comm) - sent, "counted": now - counted}
 
 
-def _model(case: Case, setup: "TrainingSetup", stage: int, wire: str) -> "TrainedModel":
+def _model(case: BenchCase, setup: "TrainingSetup", stage: int, wire: str) -> "TrainedModel":
     """A GPT of `fully_shard`, block by block."""
     import torch
 

@@ -5,7 +5,7 @@ from pathlib import PurePath
 
 from collectives.launcher import is_on
 from mpitrain.tools.doctor.findings import Finding, Level, names, ok
-from mpitrain.tools.doctor.job import Mpi, NodeWork, SharedFolder
+from mpitrain.tools.doctor.job import Mpi, NodeWork, SharedFolderCheck
 
 
 def judge_mpi(facts: Mapping[str, Mpi]) -> list[Finding]:
@@ -180,7 +180,7 @@ def judge_node_work(its: NodeWork) -> list[Finding]:
     ]
 
 
-def judge_shared_folder(facts: Mapping[str, SharedFolder]) -> list[Finding]:
+def judge_shared_folder(facts: Mapping[str, SharedFolderCheck]) -> list[Finding]:
     """Whether all hosts see the run's folder as one."""
     if len(facts) < 2:
         return []

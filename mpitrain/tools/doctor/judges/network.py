@@ -5,7 +5,7 @@ from statistics import median
 
 from collectives.shared.units import show_seconds
 from mpitrain.tools.doctor.findings import Finding, Level, names, ok
-from mpitrain.tools.doctor.network import Clock, Link, Reach
+from mpitrain.tools.doctor.network import Clock, NetworkLink, Reach
 
 _SLOW_LINK = 0.05e9  # bytes/s: a link of 1 Gbit/s has 0.117e9
 _OUTLIER = 0.5  # of the median of the other links
@@ -34,7 +34,7 @@ def judge_clocks(facts: Mapping[str, Clock]) -> list[Finding]:
     ]
 
 
-def judge_links(links: Sequence[Link]) -> list[Finding]:
+def judge_links(links: Sequence[NetworkLink]) -> list[Finding]:
     """The links between hosts and within them, by their own speed and against each other."""
     findings = []
     for topic, its in (
@@ -78,7 +78,7 @@ def _host(place: str) -> str:
     return place.rpartition(" on ")[2]
 
 
-def _speed(link: Link) -> str:
+def _speed(link: NetworkLink) -> str:
     return f"{link.bytes_per_s / 1e9:.3g} GB/s, {show_seconds(link.latency_s)}"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from collectives.environment import CHOICES
 from collectives.texts import show_bytes
 from mpitrain.tools.doctor.findings import Finding, Level, merge, names, ok
-from mpitrain.tools.doctor.ranks import Cores, Environment, Limits, Names, Versions
+from mpitrain.tools.doctor.ranks import Cores, Environment, Names, ProcessLimits, Versions
 
 _MIN_FILES = 1024
 
@@ -94,7 +94,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def judge_limits(its: Limits) -> list[Finding]:
+def judge_limits(its: ProcessLimits) -> list[Finding]:
     """The limits of processes."""
     findings = []
     if 0 <= its.open_files < _MIN_FILES:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from mpitrain.tools.doctor.pack.compiled import compiled, compiled_name
-from mpitrain.tools.doctor.pack.contents import Entry, Layout
+from mpitrain.tools.doctor.pack.contents import Entry, PackLayout
 
 HEADER_BYTES = 64 * 1024
 _MARK = "# MPITRAIN_PACK_VALUES\n"
 _PAGE_BYTES = 4096
 
 
-class Size(NamedTuple):
+class PackSize(NamedTuple):
     """`num_files`, with compiled ones; `packed`: bytes of the file; `unpacked`: bytes of a node's memory."""
 
     num_files: int
@@ -43,8 +43,8 @@ class _Hashing(io.RawIOBase):
 
 
 def write(
-    target: Path, entries: Iterable[Entry], found: Layout, *, was: str, about: str, tell: Callable[[int], None]
-) -> Size:
+    target: Path, entries: Iterable[Entry], found: PackLayout, *, was: str, about: str, tell: Callable[[int], None]
+) -> PackSize:
     """Write a pack. It has the name `target` when it is whole: an earlier one stays until then.
 
     Args:
@@ -81,7 +81,7 @@ def write(
         partial.rename(target)
     finally:
         partial.unlink(missing_ok=True)
-    return Size(num_files, HEADER_BYTES + hashing.num_bytes, unpacked)
+    return PackSize(num_files, HEADER_BYTES + hashing.num_bytes, unpacked)
 
 
 def _head(values: dict[str, object], lists: dict[str, list[str]]) -> bytes:

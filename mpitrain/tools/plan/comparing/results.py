@@ -12,7 +12,7 @@ APART = 0.15
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutRow:
     """A layout. Seconds of a step."""
 
     name: str
@@ -41,17 +41,17 @@ class ComparisonLaunch(Launch):
     steps: int
     load: float
     """Processes of the node that ran or waited for a core in the minute before the measurement."""
-    rows: Sequence[Row] = ()
+    rows: Sequence[LayoutRow] = ()
 
 
-def merged(launches: Sequence[ComparisonLaunch]) -> list[Row]:
+def merged(launches: Sequence[ComparisonLaunch]) -> list[LayoutRow]:
     """The median over the launches of each figure of each layout."""
-    every: dict[str, list[Row]] = {}
+    every: dict[str, list[LayoutRow]] = {}
     for launch in launches:
         for row in launch.rows:
             every.setdefault(row.name, []).append(row)
     return [
-        Row(
+        LayoutRow(
             name,
             median(row.predicted_s for row in rows),
             median(row.measured_s for row in rows),
@@ -61,12 +61,12 @@ def merged(launches: Sequence[ComparisonLaunch]) -> list[Row]:
     ]
 
 
-def median_error(rows: Sequence[Row]) -> float:
+def median_error(rows: Sequence[LayoutRow]) -> float:
     """The median of |predicted / measured - 1|."""
     return median(abs(row.ratio - 1) for row in rows)
 
 
-def in_order(rows: Sequence[Row], apart: float = APART) -> tuple[int, int]:
+def in_order(rows: Sequence[LayoutRow], apart: float = APART) -> tuple[int, int]:
     """Of the pairs whose measured times are more than `apart` apart: those predicted in the right order, and all."""
     right = count = 0
     for pair in combinations(rows, 2):
@@ -77,7 +77,7 @@ def in_order(rows: Sequence[Row], apart: float = APART) -> tuple[int, int]:
     return right, count
 
 
-def excess_of_best(rows: Sequence[Row]) -> float:
+def excess_of_best(rows: Sequence[LayoutRow]) -> float:
     """The measured time of the layout predicted as best over that of the best one, minus 1."""
     chosen = min(rows, key=lambda row: row.predicted_s)
     return chosen.measured_s / min(row.measured_s for row in rows) - 1

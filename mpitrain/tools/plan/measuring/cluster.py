@@ -7,7 +7,7 @@ import torch
 from collectives import Communicator
 from mpitrain.job.record.machine.machine import from_text
 from mpitrain.job.record.machine.memory import node_bytes, own_bytes
-from mpitrain.tools.plan.measuring.constants import Constant, Sections, to_toml
+from mpitrain.tools.plan.measuring.constants import MeasuredConstant, Sections, to_toml
 from mpitrain.tools.plan.measuring.kernels import kernels
 from mpitrain.tools.plan.measuring.links import links
 from mpitrain.tools.plan.measuring.overheads import overheads
@@ -43,29 +43,29 @@ def measured(comm: Communicator, device: torch.device, *, name: str = "measured"
     sent = links(rig, begun + 0.8 * seconds, float(computed[""]["memory_bandwidth"].value))  # type: ignore[arg-type]
     if is_cpu:
         of_node, on_node = min(comm.all_gather_object(node_bytes())), comm.node.size
-        memory = Constant(
+        memory = MeasuredConstant(
             of_node // on_node,
             f"The node's memory, or its cgroup's limit, {of_node:,} bytes, by {on_node} ranks of a node.",
         )
     else:
         of_rank = min(comm.all_gather_object(torch.cuda.mem_get_info(device)[1]))
-        memory = Constant(of_rank, "Of the GPU.")
+        memory = MeasuredConstant(of_rank, "Of the GPU.")
         used = max(
             comm.all_gather_object(of_rank - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device))
         )
     top = {
-        "name": Constant(name, "How a plan calls this machine."),
+        "name": MeasuredConstant(name, "How a plan calls this machine."),
         "memory": memory,
-        "ranks_per_node": Constant(
+        "ranks_per_node": MeasuredConstant(
             comm.node.size, f"As in the job of the measurement: {comm.size} ranks, {comm.num_nodes} nodes."
         ),
-        "element_bytes": Constant(dtype.itemsize, "Of a number in forward and backward."),
-        "shares_memory": Constant(is_cpu, "Whether the ranks of a node can hold full parameters together."),
+        "element_bytes": MeasuredConstant(dtype.itemsize, "Of a number in forward and backward."),
+        "shares_memory": MeasuredConstant(is_cpu, "Whether the ranks of a node can hold full parameters together."),
         **computed[""],
         **sent[""],
     }
     share = min(max(1 - used / float(memory.value), 0.01), 1.0)  # type: ignore[arg-type]
-    rest = Constant(share, "All but what the process has before a model is made, the rank with most.")
+    rest = MeasuredConstant(share, "All but what the process has before a model is made, the rank with most.")
     sections = {
         "": {key: top[key] for key in ORDER},
         "efficiency": computed["efficiency"] | sent["efficiency"] | {"memory": rest},

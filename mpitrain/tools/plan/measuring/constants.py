@@ -7,14 +7,14 @@ from typing import NamedTuple
 Value = str | bool | int | float | Sequence[float] | Sequence[Sequence[float]]
 
 
-class Constant(NamedTuple):
+class MeasuredConstant(NamedTuple):
     """A value of a machine file, and how it was measured."""
 
     value: Value
     how: str
 
 
-Sections = Mapping[str, Mapping[str, Constant]]
+Sections = Mapping[str, Mapping[str, MeasuredConstant]]
 """The constants by section and key. The section "" stands before the others, and has no name in the file."""
 
 

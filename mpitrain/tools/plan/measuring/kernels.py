@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from collectives.bench.kit.turns import Contestant, mean_rank
 from mpitrain.job.train.hardware import matmul_flops_per_s
-from mpitrain.tools.plan.measuring.constants import Constant
-from mpitrain.tools.plan.measuring.rig import Calls, Gradients, Rig, take_turns_within
+from mpitrain.tools.plan.measuring.constants import MeasuredConstant
+from mpitrain.tools.plan.measuring.rig import Calls, ForwardBackward, Rig, take_turns_within
 from mpitrain.torch_glue.products import product
 
 CLASSES = 4096
@@ -22,7 +22,7 @@ SMALL = 200
 """Operations on very few numbers that are timed together."""
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """Of the operations. Each operation but the smallest takes at least tens of microseconds."""
 
     tokens: int
@@ -31,10 +31,10 @@ class Sizes(NamedTuple):
     """So many that the arrays of an optimizer exceed the caches."""
 
 
-ON_CPU, ON_GPU = Sizes(512, 768, 1 << 23), Sizes(8192, 3072, 1 << 26)
+ON_CPU, ON_GPU = KernelSizes(512, 768, 1 << 23), KernelSizes(8192, 3072, 1 << 26)
 
 
-def kernels(rig: Rig, until: float) -> dict[str, dict[str, Constant]]:
+def kernels(rig: Rig, until: float) -> dict[str, dict[str, MeasuredConstant]]:
     """The constants of a rank's computation, by section of the machine file. Collective; until `perf_counter` is `until`."""
     comm, sizes = rig.comm, ON_GPU if rig.device.type == "cuda" else ON_CPU
     series = mean_rank(comm, take_turns_within(comm, _contestants(rig, sizes), until))
@@ -43,8 +43,8 @@ def kernels(rig: Rig, until: float) -> dict[str, dict[str, Constant]]:
 
 
 def constants(
-    taken: Mapping[tuple[str, str], float], peak_flops: float, sizes: Sizes, itemsize: int
-) -> dict[str, dict[str, Constant]]:
+    taken: Mapping[tuple[str, str], float], peak_flops: float, sizes: KernelSizes, itemsize: int
+) -> dict[str, dict[str, MeasuredConstant]]:
     """The constants from the seconds of each contestant and action."""
     tokens, width, parameters = sizes
     wide = 4 * width
@@ -80,39 +80,41 @@ def constants(
     causal = f"causal attention, heads of {HEAD}"
     return {
         "": {
-            "flops": Constant(peak, "A square product: the best of 20."),
-            "memory_bandwidth": Constant(copied, f"Copies of {parameters:,} fp32 numbers, which are read and written."),
-            "launch_s": Constant(taken["small", "call"], f"An addition to one number, {SMALL} in turn."),
+            "flops": MeasuredConstant(peak, "A square product: the best of 20."),
+            "memory_bandwidth": MeasuredConstant(copied, f"Copies of {parameters:,} fp32 numbers, which are read and written."),
+            "launch_s": MeasuredConstant(taken["small", "call"], f"An addition to one number, {SMALL} in turn."),
         },
         "efficiency": {
-            "product": Constant(product_flops / peak, f"Forward and backward of {linear}."),
-            "attention": Constant(
+            "product": MeasuredConstant(product_flops / peak, f"Forward and backward of {linear}."),
+            "attention": MeasuredConstant(
                 min(3.5 / (1 / middle[0] + 2.5 / middle[1]) / peak, 1.0), f"Forward and backward of {causal}, {LENGTHS[1]} tokens."
             ),
             # At most 1: what fits the cache may be faster than the memory.
-            "stream": Constant(min(streamed / copied, 1.0), "Two norms, two sums and a GELU of a block, forward and backward."),
+            "stream": MeasuredConstant(min(streamed / copied, 1.0), "Two norms, two sums and a GELU of a block, forward and backward."),
         },
         "kernels": {
-            "product_flops": Constant(of_rows(taken["linear", "forward"], taken["linear", "backward"]), f"Of {linear}."),
-            "cut_product_flops": Constant(
+            "product_flops": MeasuredConstant(of_rows(taken["linear", "forward"], taken["linear", "backward"]), f"Of {linear}."),
+            "cut_product_flops": MeasuredConstant(
                 of_rows(taken["cut forward", "call"], taken["cut backward", "call"]),
                 "The same of a layer that is cut over ranks or in a stage of a pipeline, without autograd.",
             ),
-            "weight_s": Constant(
+            "weight_s": MeasuredConstant(
                 (for_weights[0] / weights, for_weights[1] / weights),
                 f"From {linear.removeprefix('a ')}, and with {FEW_ROWS} rows: what does not depend on the rows, per weight.",
             ),
-            "attention_flops": Constant(tuple(attention), f"Of {causal}; (tokens, forward, backward); the masked half is not counted."),
-            "norm_s": Constant(norm, f"A layer norm of {tokens:,} x {width:,}, per element."),
-            "gelu_s": Constant(gelu, f"GELU (tanh) of {tokens:,} x {wide:,}, per element."),
-            "residual_s": Constant(residual, f"A sum of {tokens:,} x {width:,}, per element."),
-            "loss_s": Constant(
+            "attention_flops": MeasuredConstant(
+                tuple(attention), f"Of {causal}; (tokens, forward, backward); the masked half is not counted."
+            ),
+            "norm_s": MeasuredConstant(norm, f"A layer norm of {tokens:,} x {width:,}, per element."),
+            "gelu_s": MeasuredConstant(gelu, f"GELU (tanh) of {tokens:,} x {wide:,}, per element."),
+            "residual_s": MeasuredConstant(residual, f"A sum of {tokens:,} x {width:,}, per element."),
+            "loss_s": MeasuredConstant(
                 pair("loss", tokens * CLASSES, tokens * CLASSES), f"Cross entropy of {tokens:,} x {CLASSES:,}, fp32, per logit."
             ),
-            "operation_s": Constant(pair("small with autograd", SMALL, SMALL), f"A sum of 8 numbers, {SMALL} in turn."),
-            "update_s": Constant(taken["update", "call"] / parameters, f"AdamW, fused, of {parameters:,} parameters."),
-            "grad_norm_s": Constant(taken["grad norm", "call"] / parameters, f"The norm of {parameters:,} gradients."),
-            "add_s": Constant(taken["add", "call"] / parameters, f"a += b of {parameters:,} fp32 numbers."),
+            "operation_s": MeasuredConstant(pair("small with autograd", SMALL, SMALL), f"A sum of 8 numbers, {SMALL} in turn."),
+            "update_s": MeasuredConstant(taken["update", "call"] / parameters, f"AdamW, fused, of {parameters:,} parameters."),
+            "grad_norm_s": MeasuredConstant(taken["grad norm", "call"] / parameters, f"The norm of {parameters:,} gradients."),
+            "add_s": MeasuredConstant(taken["add", "call"] / parameters, f"a += b of {parameters:,} fp32 numbers."),
         },
     }  # fmt: skip
 
@@ -123,20 +125,20 @@ def _fixed(few: tuple[float, float], many: tuple[float, float]) -> float:
     return min(max(few_s - (rows_s - few_s) / (rows - few_rows) * few_rows, 0.0), rows_s / 2)
 
 
-def _attention_shape(length: int, sizes: Sizes) -> tuple[int, int, int]:
+def _attention_shape(length: int, sizes: KernelSizes) -> tuple[int, int, int]:
     """Sequences, tokens of each, heads. Longer sequences have fewer heads, so the work is about the same."""
     heads = max(sizes.width // HEAD * LENGTHS[0] // length, 1)
     return max(sizes.tokens // length, 1), length, heads
 
 
-def _attention_flops(length: int, sizes: Sizes) -> tuple[float, float]:
+def _attention_flops(length: int, sizes: KernelSizes) -> tuple[float, float]:
     """Forward and backward; the masked half is not counted."""
     sequences, tokens, heads = _attention_shape(length, sizes)
     flops = 2 * sequences * tokens * tokens * heads * HEAD
     return flops, 2.5 * flops
 
 
-def _contestants(rig: Rig, sizes: Sizes) -> dict[str, Contestant]:
+def _contestants(rig: Rig, sizes: KernelSizes) -> dict[str, Contestant]:
     tokens, width, parameters = sizes
     generator = torch.Generator(rig.device).manual_seed(0)
 
@@ -165,7 +167,7 @@ def _contestants(rig: Rig, sizes: Sizes) -> dict[str, Contestant]:
         sequences, tokens, heads = _attention_shape(length, sizes)
         return drawn(sequences, tokens, 3, heads, HEAD)
 
-    forward_backward = partial(Gradients, rig)
+    forward_backward = partial(ForwardBackward, rig)
     return {
         "linear": forward_backward(F.linear, (x, weight, bias)),
         "few rows": forward_backward(F.linear, (drawn(FEW_ROWS, width), weight, bias)),

@@ -14,7 +14,7 @@ from collectives.bench.kit.turns import Contestant, slowest
 from collectives.bench.results import bus_factor
 from mpitrain.job.record.machine.constants import Sizes
 from mpitrain.tensor.exchange import Exchange, Room
-from mpitrain.tools.plan.measuring.constants import Constant
+from mpitrain.tools.plan.measuring.constants import MeasuredConstant
 from mpitrain.tools.plan.measuring.rig import Calls, Rig, take_turns_within
 from mpitrain.torch_glue.products import product, product_into
 
@@ -33,14 +33,14 @@ Level = Literal["node", "network"]
 Operations = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 
-class Found(NamedTuple):
+class GroupLinks(NamedTuple):
     """`size`: ranks of a group. `links`: seconds by operation and size."""
 
     size: int
     links: dict[str, Sizes]
 
 
-def links(rig: Rig, until: float, memory_bandwidth: float) -> dict[str, dict[str, Constant]]:
+def links(rig: Rig, until: float, memory_bandwidth: float) -> dict[str, dict[str, MeasuredConstant]]:
     """The constants of communication, by section of the machine file. Collective; until `perf_counter` is `until`.
 
     `memory_bandwidth`: stands for links that these ranks do not have. All nodes have the same number of ranks.
@@ -51,7 +51,7 @@ def links(rig: Rig, until: float, memory_bandwidth: float) -> dict[str, dict[str
         levels["node"] = comm.node
     if comm.num_nodes > 1:
         levels["network"] = comm.split(comm.node.rank, comm.rank)
-    found = {level: Found(level_comm.size, {}) for level, level_comm in levels.items()}
+    found = {level: GroupLinks(level_comm.size, {}) for level, level_comm in levels.items()}
     if levels:
         for (level, name), sizes in _measured(rig, levels, until - 0.2 * (until - perf_counter())).items():
             found[level].links[name] = sizes
@@ -60,15 +60,15 @@ def links(rig: Rig, until: float, memory_bandwidth: float) -> dict[str, dict[str
         levels["network"].free()
     sections = constants(found, memory_bandwidth)
     what = "The part of a reduce-scatter or of a product, whichever is shorter, that is hidden if both run at once; at least 0.01."
-    sections["efficiency"]["overlap"] = Constant(hidden, what)
+    sections["efficiency"]["overlap"] = MeasuredConstant(hidden, what)
     return sections
 
 
-def constants(found: Mapping[Level, Found], memory_bandwidth: float) -> dict[str, dict[str, Constant]]:
+def constants(found: Mapping[Level, GroupLinks], memory_bandwidth: float) -> dict[str, dict[str, MeasuredConstant]]:
     """The constants from the links that there are. Those of a missing level are the other's, or the memory's."""
-    top: dict[str, Constant] = {}
-    shares: dict[str, Constant] = {}
-    each: dict[str, Constant] = {}
+    top: dict[str, MeasuredConstant] = {}
+    shares: dict[str, MeasuredConstant] = {}
+    each: dict[str, MeasuredConstant] = {}
     stand_in = "Not measured, because one rank has no link: a copy in memory, in and out."
     best, share, latency = memory_bandwidth / 2, 1.0, 1e-6
     if set(found) == {"network"}:
@@ -84,17 +84,17 @@ def constants(found: Mapping[Level, Found], memory_bandwidth: float) -> dict[str
             (f"{prefix}bandwidth", best, f"The fastest collective of {LARGE >> 20} MiB {where}."),
             (f"{prefix}latency_s", latency, f"Collectives of {SMALL} bytes {where}, by the logarithm of the ranks."),
         ):
-            top[key] = Constant(value, how if is_there else stand_in)
+            top[key] = MeasuredConstant(value, how if is_there else stand_in)
         how = f"All-reduce, all-gather and reduce-scatter {where}, harmonic mean."
-        shares[efficiency] = Constant(share, how if is_there else stand_in)
+        shares[efficiency] = MeasuredConstant(share, how if is_there else stand_in)
         for name, sizes in of_level.links.items() if of_level else ():
-            each[prefix + name] = Constant(sizes, f"(bytes, seconds) {where}.")
+            each[prefix + name] = MeasuredConstant(sizes, f"(bytes, seconds) {where}.")
     if "network" in found:
-        each["num_nodes"] = Constant(found["network"].size, "Of the groups between nodes.")
+        each["num_nodes"] = MeasuredConstant(found["network"].size, "Of the groups between nodes.")
     return {"": top, "efficiency": shares, "links": each}
 
 
-def _summary(found: Found) -> tuple[float, float, float]:
+def _summary(found: GroupLinks) -> tuple[float, float, float]:
     """The bandwidth of the fastest collective, the share of it that they reach on average, and the latency of one round."""
     rates, latencies = [], []
     for name in COLLECTIVES:

@@ -57,7 +57,7 @@ class Calls(NamedTuple):
         return {"call": self.rig.timed(all_calls)[0] / self.times}
 
 
-class Gradients(NamedTuple):
+class ForwardBackward(NamedTuple):
     """A contestant: "forward" and "backward" of a function of `inputs`, of which each has a gradient."""
 
     rig: Rig

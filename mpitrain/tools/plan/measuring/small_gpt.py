@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from mpitrain.job.config import Config, ModelConfig, ParallelConfig, TrainConfig, check_ranks
 from mpitrain.job.record.machine.machine import Machine
-from mpitrain.tools.plan.layout import Layout
+from mpitrain.tools.plan.layout import RankLayout
 from mpitrain.tools.plan.settings import parallel_section
 from mpitrain.tools.plan.transformer import Transformer, of_sizes
 
 
 @dataclass(frozen=True)
-class Size:
+class GptSize:
     """The GPT, and the sequences of a step."""
 
     width: int = 256
@@ -35,7 +35,7 @@ class Size:
         return f"GPT {self.width} x {self.layers}, {self.batch} sequences of {self.context} tokens"
 
 
-def config_of(size: Size, layout: Layout, machine: Machine) -> Config:
+def config_of(size: GptSize, layout: RankLayout, machine: Machine) -> Config:
     """The trainer's settings of a layout. ConfigError if it cannot run them."""
     config = Config(
         model=size.model,

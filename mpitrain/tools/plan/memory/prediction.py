@@ -12,7 +12,7 @@ from mpitrain.job.data import scan
 from mpitrain.job.data.loading import has_documents
 from mpitrain.models import build, num_parameters
 from mpitrain.sharding.unit.host_arrays import gradient_buffers
-from mpitrain.sharding.unit.layout import Layout, lay_out
+from mpitrain.sharding.unit.layout import ShardLayout, lay_out
 from mpitrain.tools.plan.memory.stage_ranks import stage_rank, take_stages
 from mpitrain.tools.plan.memory.step import StepRank, measure, takes_grads_over, units_of
 from mpitrain.tools.plan.memory.tensor_ranks import TensorRank, cut
@@ -175,7 +175,7 @@ def predict(config: Config, num_ranks: int, num_nodes: int = 1) -> Prediction:
 class _Part(NamedTuple):
     """The part of the model that one rank of a tensor-parallel group computes with."""
 
-    layouts: list[Layout]  # of its units
+    layouts: list[ShardLayout]  # of its units
     longest: int  # elements of the longest parameter
     step: Counter[str]  # the peak of a step
 

@@ -11,7 +11,7 @@ import torch
 from mpitrain.job.config import ParallelConfig
 from mpitrain.models import LanguageModel, Segments
 from mpitrain.stages.division import costs_of
-from mpitrain.stages.executor import Run
+from mpitrain.stages.executor import PipelineRun
 from mpitrain.stages.linear import take_linear_layers
 from mpitrain.stages.messages import Messages
 from mpitrain.stages.model_stages import ModelStages
@@ -59,7 +59,7 @@ def run(
     inputs: dict[str, object] = {"tokens_BL": tokens[:, :-1], "segments": segments}
     calls: list[tuple[tuple[()], dict[str, object]]] = [((), inputs)] * count
     program = schedule.program(of.rank)
-    actions = Run(stages, messages, program, calls, lambda loss, micro: loss, [last] * count)
+    actions = PipelineRun(stages, messages, program, calls, lambda loss, micro: loss, [last] * count)
     for at in range(len(program)):
         actions.take(at)
 

@@ -17,7 +17,7 @@ from mpitrain.models import LanguageModel
 from mpitrain.tensor import tensor_parallel
 from mpitrain.tensor.exchange import Exchange
 from mpitrain.tensor.layers import TensorRanks
-from mpitrain.tensor.node_arrays import MAX_ARRAYS, Sizes
+from mpitrain.tensor.node_arrays import MAX_ARRAYS, ArraySizes
 from mpitrain.tools.plan.memory.tracker import Tracker
 
 
@@ -107,7 +107,7 @@ class _Arrays:
     """
 
     def __init__(self) -> None:
-        self._sizes = Sizes()
+        self._sizes = ArraySizes()
         self._is_let_go, self._was_let_go = (
             np.zeros(MAX_ARRAYS, np.bool_) for _ in range(2)
         )  # now, and before the last fence

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpitrain.tools.plan.simulation.interval import Interval, best_interval, expected_goodput
 from mpitrain.tools.plan.simulation.job import Job
-from mpitrain.tools.plan.simulation.run import Run, run_through
+from mpitrain.tools.plan.simulation.run import RunTimes, run_through
 from mpitrain.tools.plan.simulation.steps import Disturbed, pipeline_seconds, slow_places
 
 _VALUES = 1 << 25  # that a simulation of steps draws, in about a second
@@ -45,7 +45,7 @@ class Outcome:
     """A step with the slow ranks alone."""
     parts_s: Mapping[str, float]
     """Of the mean step and the mean rank, by the CAUSES of a step. The sum is the mean of `step_s`."""
-    run: Run
+    run: RunTimes
     interval: Interval
     expected_goodput: float
     """Daly's formula for this job's checkpoints and failures."""

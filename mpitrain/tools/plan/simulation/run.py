@@ -10,7 +10,7 @@ from mpitrain.tools.plan.simulation.job import Job
 _CHUNK = 1 << 14  # steps that are drawn at once
 
 
-class Run(NamedTuple):
+class RunTimes(NamedTuple):
     """What became of the time of a run, in seconds. The parts add up to `total_s`."""
 
     total_s: float
@@ -28,7 +28,7 @@ class Run(NamedTuple):
     """(seconds since the start, steps that are not lost) at the start, at each failure, at the end of each restart, and at the end."""
 
 
-def run_through(job: Job, step_s: np.ndarray, seed: int) -> Run:
+def run_through(job: Job, step_s: np.ndarray, seed: int) -> RunTimes:
     """Simulate the run. The time of each step is drawn from `step_s`, float64 (n,).
 
     The end of the run loses nothing, because a run writes a checkpoint when it ends.
@@ -54,7 +54,7 @@ def run_through(job: Job, step_s: np.ndarray, seed: int) -> Run:
             parts["lost_s"] += total - now - took
             steps += done
             progress.append((total, steps))
-            return Run(
+            return RunTimes(
                 total, **parts, steps=steps, lost_steps=lost_steps, failures=num_failures, progress=tuple(progress)
             )
         # A checkpoint counts once it is written, also if the failure hits before the next step ends.

@@ -10,7 +10,7 @@ from mpitrain.stages.schedules.timeline import timeline
 from mpitrain.tools.plan.simulation.job import Job
 
 
-class Place(NamedTuple):
+class SlowRanks(NamedTuple):
     """Where the slow ranks of one rank of the pipeline are."""
 
     copies: np.ndarray
@@ -26,17 +26,17 @@ class Disturbed(NamedTuple):
     slow_factor: float
 
 
-def slow_places(job: Job, seed: int) -> list[Place]:
+def slow_places(job: Job, seed: int) -> list[SlowRanks]:
     """The slow ranks, drawn at random, by rank of the pipeline."""
     shape = (job.schedule.num_ranks, job.copies, job.tensor_ranks)
     is_slow = np.zeros(shape, bool)
     drawn = np.random.default_rng([seed, 0]).choice(job.num_ranks, job.slow_ranks, replace=False)
     is_slow.reshape(-1)[drawn] = True
     copies = [np.flatnonzero(of_rank.any(1)) for of_rank in is_slow]
-    return [Place(chosen, of_rank[chosen]) for chosen, of_rank in zip(copies, is_slow, strict=True)]
+    return [SlowRanks(chosen, of_rank[chosen]) for chosen, of_rank in zip(copies, is_slow, strict=True)]
 
 
-def pipeline_seconds(job: Job, places: list[Place], disturbed: Disturbed, *, steps: int, seed: int) -> np.ndarray:
+def pipeline_seconds(job: Job, places: list[SlowRanks], disturbed: Disturbed, *, steps: int, seed: int) -> np.ndarray:
     """Seconds of `steps` steps from the first forward to the end of the last action of all copies: float64 (steps,).
 
     An action begins as soon as its rank has ended the one before, and has what it needs, as in `timeline`.
@@ -60,7 +60,7 @@ def pipeline_seconds(job: Job, places: list[Place], disturbed: Disturbed, *, ste
 
 
 def _times_as_long(
-    job: Job, place: Place, disturbed: Disturbed, shape: tuple[int, ...], random: np.random.Generator
+    job: Job, place: SlowRanks, disturbed: Disturbed, shape: tuple[int, ...], random: np.random.Generator
 ) -> np.ndarray | float:
     """How many times as long each tensor group takes for an action: as its slowest rank. () or (steps, copies)."""
     jitter, slow_factor = disturbed

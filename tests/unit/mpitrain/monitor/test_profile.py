@@ -17,9 +17,9 @@ from mpitrain.tools.plan.transformer import of_sizes
 from mpitrain.tools.profile.advice import LEAST_GAIN, advised
 from mpitrain.tools.profile.clock import Communicated, PlaceClock
 from mpitrain.tools.profile.fitting import Figures, fitted, layout_of
-from mpitrain.tools.profile.memory_kinds import Held
+from mpitrain.tools.profile.memory_kinds import HeldMemory
 from mpitrain.tools.profile.parts import Parts, parts_of
-from mpitrain.tools.profile.places import GRADIENTS, OTHER, PASSES, STAGES, Place, Times
+from mpitrain.tools.profile.places import GRADIENTS, OTHER, PASSES, STAGES, Place, PlaceTimes
 from mpitrain.tools.profile.sentences import sentences
 from mpitrain.tools.profile.stage_waits import StageWaits
 from mpitrain.tools.profile.table import tables
@@ -73,7 +73,7 @@ def test_a_clock_divides_a_step_and_gives_what_is_between_layers_to_the_next() -
     assert times.total == now
 
 
-def times(**seconds: float) -> Times:
+def times(**seconds: float) -> PlaceTimes:
     """Of one block: forward, backward, communicated, other."""
     computed: defaultdict[Place, float] = defaultdict(float)
     communicated: defaultdict[Place, float] = defaultdict(float)
@@ -81,10 +81,10 @@ def times(**seconds: float) -> Times:
         computed["blocks.0", kind] = seconds.get(kind, 0.0)
     computed[OTHER] = seconds.get("other", 0.0)
     communicated["blocks.0", "backward"] = seconds.get("communicated", 0.0)
-    return Times(computed, communicated)
+    return PlaceTimes(computed, communicated)
 
 
-def steps_of_a_late_rank() -> list[list[Times]]:
+def steps_of_a_late_rank() -> list[list[PlaceTimes]]:
     """Rank 1 computes 60 ms longer, and rank 0 waits for it; one step was disturbed."""
     quick = times(forward=0.04, backward=0.08, communicated=0.07, other=0.01)
     late = times(forward=0.06, backward=0.12, communicated=0.01, other=0.01)
@@ -138,7 +138,7 @@ def schedule_times() -> StageTimes:
     return StageTimes(({"F": 0.01, "B": 0.02}, {"F": 0.01, "B": 0.02}), 0.0)
 
 
-def shown(parts: Parts, held: Sequence[Held], *, every_block: bool) -> str:
+def shown(parts: Parts, held: Sequence[HeldMemory], *, every_block: bool) -> str:
     console = Console(width=160)
     with console.capture() as text:
         console.print(*tables(parts, held, every_block=every_block), sep="\n")
@@ -149,7 +149,9 @@ def test_tables_have_all_blocks_or_the_slowest_and_many_ranks_in_few_columns() -
     blocks = {f"blocks.{n}": {"forward": [0.01 * (1 + (n == 10))] * 9} for n in range(12)}
     parts = Parts({**blocks, "optimizer": {"own work": [0.01 * rank for rank in range(9)]}}, [0] * 9, 5)
     layer = {"parameters": 1_000_000, "gradients": 2_000_000, "optimizer": 0, "activations": 0}
-    held = [Held(dict.fromkeys(blocks, layer), {"other": 5_000_000}, 41_000_000, "in the forward of blocks.3")] * 9
+    held = [
+        HeldMemory(dict.fromkeys(blocks, layer), {"other": 5_000_000}, 41_000_000, "in the forward of blocks.3")
+    ] * 9
     text = shown(parts, held, every_block=False)
     assert "12 blocks" in text and "blocks.10 (slowest)" in text and "blocks.9" not in text
     assert "least ms" in text and "80.0" in text and "rank 8" in text  # the longest optimizer

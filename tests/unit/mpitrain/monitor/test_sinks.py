@@ -143,7 +143,7 @@ def test_files_of_sinks_that_no_run_has_written(tmp_path: Path, monkeypatch: pyt
         sink.step(4, {"loss": 1.0})
         sink.close()
         with pytest.raises(OSError, match="it has a line of more than"):
-            wandb_rows.Rows(rows_of_wandb, 0)
+            wandb_rows.WandbRows(rows_of_wandb, 0)
         assert tracemalloc.get_traced_memory()[1] < 100e6
     finally:
         tracemalloc.stop()
@@ -153,13 +153,13 @@ def test_files_of_sinks_that_no_run_has_written(tmp_path: Path, monkeypatch: pyt
     assert path.read_text() == "step,loss\n1,2.0\n"
     odd = f"[[[[\n7\n[1e999]\n{{}}\n[4, 0.5, null, -1]\n[4, 0.5, null, {1 << 62}]\n[true, 0.5, null]\n[4, [], null]\n[4, 0.5, nul"
     rows_of_wandb.write_text(f"[1, 0.5, null]\n[2, 0.5, null, 1]\n[3, 0.5, null]\n{odd}")
-    its = wandb_rows.Rows(rows_of_wandb, 1)
+    its = wandb_rows.WandbRows(rows_of_wandb, 1)
     assert [its.has(step, {"loss": 0.5}) for step in (1, 2, 3, 4)] == [False, True, True, False]
     assert (its.next_number, rows_of_wandb.read_text()) == (3, "[2, 0.5, null, 1]\n[3, 0.5, null, 2]\n")
     its.close()
     monkeypatch.setattr(wandb_rows, "_MOST_ROWS", 1)
     with pytest.raises(OSError, match="it has more than 1 rows after step 1"):
-        wandb_rows.Rows(rows_of_wandb, 1)
+        wandb_rows.WandbRows(rows_of_wandb, 1)
 
 
 def test_a_signal_to_all_processes_of_a_step_does_not_end_the_program(
@@ -179,7 +179,7 @@ def test_rows_of_wandb_are_numbered_over_all_starts(tmp_path: Path) -> None:
     """Also those of starts that have added none, that go back, and that have a step again with another loss."""
     path, numbers = tmp_path / "wandb.rows", []
     for steps_done, steps in ((0, (1, 2, 3)), (3, ()), (3, (4,)), (2, (3, 4, 5)), (9, ()), (9, (10,))):
-        its = wandb_rows.Rows(path, steps_done)
+        its = wandb_rows.WandbRows(path, steps_done)
         for step in steps:
             if not its.has(step, {"loss": steps_done + step, "grad_norm": 1.0}):
                 numbers.append(its.next_number)

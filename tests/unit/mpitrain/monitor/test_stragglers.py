@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.job.record.stragglers import IN_A_ROW, LEAST_S, Spent, Straggler, Stragglers
+from mpitrain.job.record.stragglers import IN_A_ROW, LEAST_S, RankTimes, Straggler, Stragglers
 
 
 def step(watch: Stragglers, seconds: Sequence[float], rows: Sequence[int]) -> list[Straggler]:
     """A step in which the ranks did nothing but compute."""
     busy, none = np.array(seconds), np.zeros(len(seconds))
-    return watch.step(Spent(busy, none, busy, none, np.array(rows, float)))
+    return watch.step(RankTimes(busy, none, busy, none, np.array(rows, float)))
 
 
 def names(found: list[Straggler]) -> list[int]:
@@ -93,7 +93,7 @@ def test_the_cause_is_named(num_ranks: int, cause: str, spent: tuple[float, ...]
     usual = (1.0, 0.02, 1.4, 0.01)
     watch = Stragglers([0] * num_ranks)
     columns = np.array([spent] + [usual] * (num_ranks - 1)).T
-    found = [watch.step(Spent(*columns, np.full(num_ranks, 4.0))) for _ in range(IN_A_ROW)]
+    found = [watch.step(RankTimes(*columns, np.full(num_ranks, 4.0))) for _ in range(IN_A_ROW)]
     (straggler,) = found[-1]
     assert (straggler.rank, straggler.cause) == (0, cause)
     assert straggler.cause_s == pytest.approx(0.4, abs=0.05)

@@ -20,7 +20,7 @@ from trace_checks import check
 from mpitrain.job.record.files.folder_lock import FolderLock
 from mpitrain.job.record.trace import packing, request
 from mpitrain.job.record.trace.clocks import Line, Sample, fit
-from mpitrain.job.record.trace.events import COMMUNICATION, Part, Slice, nested
+from mpitrain.job.record.trace.events import COMMUNICATION, RankEvents, Slice, nested
 from mpitrain.job.record.trace.meetings import FREES, WAITS, Meetings, Met, corrections, role
 from mpitrain.view.trace import command, drawn
 from mpitrain.view.trace.picture import draw, joined
@@ -113,7 +113,7 @@ def test_a_sender_to_many_hosts_moves_no_further_than_for_the_latest(num_hosts: 
 def test_slices_nest(spans: list[tuple[int, int]]) -> None:
     slices = nested([Slice("s", "c", begun, begun + length) for begun, length in spans])
     assert sorted(each.begun for each in slices) == sorted(begun for begun, _ in spans)
-    part = Part(0, "host", 0.0)
+    part = RankEvents(0, "host", 0.0)
     for begun, length in spans:
         part.slice(COMMUNICATION, "s", "c", begun * 1e-6, (begun + length) * 1e-6)
     check(json.loads(f"[{part.text()}]"))
@@ -131,7 +131,7 @@ def test_joined_parts_are_one_gzip_member(texts: list[str]) -> None:
 
 def written(file: Path) -> None:
     """A trace of two ranks, in which rank 0 waits for rank 1."""
-    parts = [Part(rank, "host", 100.0) for rank in range(2)]
+    parts = [RankEvents(rank, "host", 100.0) for rank in range(2)]
     for rank, part in reversed(list(enumerate(parts))):
         part.slice("steps", "step 7", "step", 100.0, 100.01)
         part.slice("steps", "data", "phase", 100.0, 100.001)
@@ -166,7 +166,7 @@ def many_ranks(file: Path, num: int, num_slices: int) -> None:
     """A trace of so many ranks, each with a step and short slices."""
     texts = []
     for rank in range(num):
-        part = Part(rank, "host", 0.0)
+        part = RankEvents(rank, "host", 0.0)
         part.slice("steps", f"step {rank}", "step", 0.0, 1e-6 * num_slices)
         for number in range(num_slices):
             part.slice("layers", f"forward {number}", "layer", 1e-6 * number, 1e-6 * number + 5e-7)
@@ -206,7 +206,7 @@ def answering(run: Path, act: str) -> Iterator[None]:
     """Rank 0 of a run, which sees a request, and then does `act`."""
 
     def serve() -> None:
-        requests = request.Requests(run)
+        requests = request.TraceRequests(run)
         while not requests.look():
             time.sleep(0.01)
             requests._looked_at = -1e9  # a real run looks once a second
@@ -263,7 +263,7 @@ def test_a_request_is_void_when_its_time_is_over(tmp_path: Path) -> None:
     """The request of a command that was killed, and a later run, and another command."""
     request.ask(tmp_path, 2, timeout_s=0.01)
     time.sleep(0.02)
-    assert request.Requests(tmp_path).look() == 0
+    assert request.TraceRequests(tmp_path).look() == 0
     with answering(tmp_path, "traces"):
         assert command.traced(tmp_path, 2, timeout_s=20).name == "step-00000004.json.gz"
 

@@ -14,7 +14,7 @@ import numpy as np
 from mpitrain.job.data.documents.reading import DamagedShardError, MappedFile
 from mpitrain.job.data.documents.tar import headers as of
 from mpitrain.job.data.documents.tar.headers import Members
-from mpitrain.job.data.documents.tar.links import Link, resolved
+from mpitrain.job.data.documents.tar.links import TarLink, resolved
 from mpitrain.job.data.documents.tar.numbers import BLOCK, short_name
 from mpitrain.job.data.documents.tar.sparse import MOST_BYTES, Extents
 
@@ -28,7 +28,7 @@ _UNUSUAL = re.compile(rb"[\n/]\.(?!\.?/)|/\n")
 _OF_MACOS = (b"._", b".DS_Store")
 
 
-class Entries(NamedTuple):
+class TarEntries(NamedTuple):
     """The files in order, with their `names`. `headers`, `begins`, `sizes`: where their headers and bytes are, int64. `starts`: where
     the first header about each is, which may be one before its own.
 
@@ -48,7 +48,7 @@ class Entries(NamedTuple):
     remark: str
     changed: np.ndarray = np.empty(0, np.int64)
 
-    def kept(self, is_kept: np.ndarray) -> "Entries":
+    def kept(self, is_kept: np.ndarray) -> "TarEntries":
         """Some of the files. `is_kept`: bool, of each."""
         if is_kept.all():
             return self
@@ -62,7 +62,7 @@ class Entries(NamedTuple):
         return self.long_names.get(header) or short_name(file.bytes[header : header + BLOCK])
 
 
-def entries_of(file: MappedFile, begin: int, end: int, links: Mapping[int, Place] | None = None) -> Entries:
+def entries_of(file: MappedFile, begin: int, end: int, links: Mapping[int, Place] | None = None) -> TarEntries:
     """Find all files from the byte `begin` to the byte `end - 1`. `links`: those of the whole tar file, if these bytes are a part.
 
     DamagedShardError: see TarReader.
@@ -81,7 +81,7 @@ def entries_of(file: MappedFile, begin: int, end: int, links: Mapping[int, Place
     starts = members.headers.copy()
     starts[1:][_IS_BEFORE[kind[:-1]]] = 0  # such a header is the start of the next file
     starts = np.maximum.accumulate(starts)[is_entry]
-    found = Entries(names, headers, headers + BLOCK, sizes, starts, members.names, {}, links or {}, "")
+    found = TarEntries(names, headers, headers + BLOCK, sizes, starts, members.names, {}, links or {}, "")
     if members.maps:
         found = found._replace(odd={header: _bounded(extents) for header, extents in members.maps.items()})
     left_out = [found.name(file, header) for header in members.headers[_IS_DEVICE[kind]].tolist()]
@@ -100,7 +100,7 @@ def entries_of(file: MappedFile, begin: int, end: int, links: Mapping[int, Place
 
 
 def _places(
-    file: MappedFile, members: Members, found: Entries, is_link: np.ndarray, folders: list[bytes]
+    file: MappedFile, members: Members, found: TarEntries, is_link: np.ndarray, folders: list[bytes]
 ) -> dict[int, Place]:
     """Where the bytes of links are, by their headers."""
     links = {}
@@ -109,7 +109,7 @@ def _places(
         if header not in members.bodies:
             block = file.bytes[header : header + BLOCK]
             target = members.targets.get(header) or block[157:257].partition(b"\0")[0]
-            links[index] = Link(block[156] == of.SYMBOLIC, target)
+            links[index] = TarLink(block[156] == of.SYMBOLIC, target)
     places: dict[int, Place] = {}
     for index, end in resolved(found.names, links, folders).items():
         place: Place = None
@@ -121,7 +121,7 @@ def _places(
     return places
 
 
-def _followed(found: Entries, indices: Sequence[int], left_out: list[bytes]) -> Entries:
+def _followed(found: TarEntries, indices: Sequence[int], left_out: list[bytes]) -> TarEntries:
     """The files with the bytes that their links lead to. Those that lead to folders are added to `left_out`."""
     is_kept, odd = np.ones(len(found.names), np.bool_), dict(found.odd)
     for index in indices:
@@ -139,7 +139,7 @@ def _followed(found: Entries, indices: Sequence[int], left_out: list[bytes]) -> 
     return found._replace(odd=odd).kept(is_kept)
 
 
-def _without_hidden(file: MappedFile, found: Entries, left_out: list[bytes]) -> Entries:
+def _without_hidden(file: MappedFile, found: TarEntries, left_out: list[bytes]) -> TarEntries:
     """The files that are not hidden. The others are added to `left_out`, except for those of macOS."""
     all_names = b"\n".join([b"", *found.names, b""]).replace(b"\n./", b"\n")  # as `tar -C folder .` writes all names
     if not (b"/." in all_names or b"\n." in all_names or b"/\n" in all_names) or not _UNUSUAL.search(all_names):

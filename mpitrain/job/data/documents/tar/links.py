@@ -10,7 +10,7 @@ _WORK, _WORK_OF_LINK = 1 << 26, 1 << 14
 """Of all links, and for each: a second, and 50 us. Links of honest files take a tenth."""
 
 
-class Link(NamedTuple):
+class TarLink(NamedTuple):
     """A hard link leads to the entry with the name `target`. The target of a symbolic one begins in the folder of the link."""
 
     is_symbolic: bool
@@ -22,7 +22,7 @@ class _DeadEndError(Exception):
 
 
 def resolved(
-    names: Sequence[bytes], links: Mapping[int, Link], folders: Iterable[bytes]
+    names: Sequence[bytes], links: Mapping[int, TarLink], folders: Iterable[bytes]
 ) -> dict[int, int | str | None]:
     """Where links lead to: the index of an entry that is no link, None for a folder, or why it is nowhere.
 

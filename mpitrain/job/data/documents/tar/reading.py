@@ -17,7 +17,7 @@ from mpitrain.job.data.documents.reading import (
     MappedFile,
     check_length,
 )
-from mpitrain.job.data.documents.tar.entries import Entries, Place, entries_of
+from mpitrain.job.data.documents.tar.entries import Place, TarEntries, entries_of
 from mpitrain.job.data.documents.tar.links import plain_name
 from mpitrain.job.data.documents.tar.sparse import Extents
 
@@ -189,7 +189,7 @@ class TarCut:
         return self._content(index, file)
 
     def _odd(self, file: int) -> Extents | str | None:
-        """What `Entries.odd` says of a file."""
+        """What `TarEntries.odd` says of a file."""
         odd = self._reader.entries.odd
         return odd.get(int(self._headers[file])) if odd else None
 
@@ -233,7 +233,7 @@ def _plain(keys: Sequence[bytes], all_keys: bytes) -> Sequence[bytes]:
     return stripped.split(b"\0/")[1:]
 
 
-def _check_names(file: MappedFile, entries: Entries, keys: Sequence[bytes], firsts: Sequence[int]) -> None:
+def _check_names(file: MappedFile, entries: TarEntries, keys: Sequence[bytes], firsts: Sequence[int]) -> None:
     """DamagedShardError if a key or a name comes twice: a sample would be several, or it would have one of two files.
 
     `keys`: of all samples, plain.

@@ -22,7 +22,7 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-class Job:
+class RunningJob:
     """A running job. It leads a session of its own, so that the terminal's Ctrl-C reaches the supervisor alone."""
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ def _of_steps() -> float:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PhaseLimits:
     """Seconds that each phase may take. A phase without a sign of life for longer is a hang, and the launch is ended."""
 
     launch_s: float = 60.0
@@ -44,10 +44,10 @@ class Limits:
     """the answers of as many hosts as a launch needs"""
 
 
-class Watch:
+class LaunchWatch:
     """Watches the signs of life of one launch."""
 
-    def __init__(self, limits: Limits, launch: int, now: float) -> None:
+    def __init__(self, limits: PhaseLimits, launch: int, now: float) -> None:
         self._limits, self._launch = limits, launch
         self._sign: Hashable = None
         self._report: Hashable = None

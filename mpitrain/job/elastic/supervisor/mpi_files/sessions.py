@@ -63,7 +63,7 @@ clean() {{
 """`clean NUMBER FOLDER [DEVICE:INODE]`: only a folder of this user, and in it only what an mpirun has made."""
 
 
-class Found(NamedTuple):
+class CleanedFolders(NamedTuple):
     """The numbers of the folders that were removed on a host, and of those that are there and could not be."""
 
     removed: frozenset[int] = frozenset()
@@ -71,7 +71,7 @@ class Found(NamedTuple):
 
 
 @dataclass
-class Session:
+class SessionFolder:
     """The folder of one launch.
 
     `inode`: its device and inode on this host. `hosts`: those that may have it; mpirun's daemons make it on others than this one.
@@ -88,7 +88,7 @@ class Sessions:
     """The folders of a supervisor's launches that have not been removed yet."""
 
     def __init__(self) -> None:
-        self.left: list[Session] = []
+        self.left: list[SessionFolder] = []
 
     def begin(self, command: Command, environ: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
         """Make the folder of the next launch; returns the settings by which mpirun and its daemons use it. See `make`."""
@@ -102,7 +102,7 @@ class Sessions:
         """The hosts that may have a folder, besides this one."""
         return set().union(*(each.hosts for each in self.left)) - {_HERE}
 
-    def settle(self, answers: Mapping[str, Found]) -> list[str]:
+    def settle(self, answers: Mapping[str, CleanedFolders]) -> list[str]:
         """Take in what each host has answered that was asked about the folders in `left`; returns lines about those removed."""
         lines = []
         for number, session in enumerate(self.left):
@@ -134,7 +134,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} hosts"
 
 
-def make(command: Command, environ: Mapping[str, str], hosts: Iterable[str] = ()) -> Session | None:
+def make(command: Command, environ: Mapping[str, str], hosts: Iterable[str] = ()) -> SessionFolder | None:
     """A new folder for the next launch, in the place that the user has set by VARIABLES, else in the usual one.
 
     The usual place is TMPDIR for a launch on this host alone. Other hosts, on which daemons make the folder, may lack it. Then, and
@@ -152,7 +152,7 @@ def make(command: Command, environ: Mapping[str, str], hosts: Iterable[str] = ()
         with contextlib.suppress(OSError):
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=os.path.abspath(place))  # with mode 0700
             its = os.stat(folder)
-            return Session(folder, f"{its.st_dev}:{its.st_ino}", others | {_HERE})
+            return SessionFolder(folder, f"{its.st_dev}:{its.st_ino}", others | {_HERE})
     return None
 
 
@@ -176,7 +176,7 @@ def _places(environ: Mapping[str, str], *, is_here: bool) -> list[str]:
     return [*filter(None, [environ.get("TMPDIR") if is_here else None]), *_USUAL]
 
 
-def script(sessions: Iterable[Session], host: str) -> str:
+def script(sessions: Iterable[SessionFolder], host: str) -> str:
     """The lines for a shell on a host that remove its folders of ended launches. The numbers of those removed are in $removed, of those
     that are there and could not be in $kept."""
     new: list[str] = []
