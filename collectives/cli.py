@@ -10,14 +10,14 @@ from typing import NoReturn
 
 from rich.text import Text
 
-from collectives.commands import bench, check, cost, info, report, tune
+from collectives.commands import bench, check, cost, info, report_command, tune
 from collectives.commands.closed_pipe import ends_with_its_reader
 from collectives.diagnosis import on_all_ranks
 from collectives.diagnosis.start.library import one_line_without_mpi
 from collectives.shared.terminal import UsageError, console, print_once
 
 COMMANDS: dict[str, ModuleType] = {
-    "check": check, "cost": cost, "info": info, "bench": bench, "tune": tune, "report": report,
+    "check": check, "cost": cost, "info": info, "bench": bench, "tune": tune, "report": report_command,
 }  # fmt: skip
 
 

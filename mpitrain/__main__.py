@@ -12,7 +12,7 @@ if __name__ == "__main__" and sys.argv[1:2] == ["elastic"]:
     requests = (
         SignalRequests()
     )  # first: a request that comes during the imports, or while mpirun and Slurm are asked, counts
-    from mpitrain.job.elastic.supervisor.command import main as elastic
+    from mpitrain.job.elastic.supervisor.elastic_command import main as elastic
 
     raise SystemExit(elastic(sys.argv[2:], requests))
 

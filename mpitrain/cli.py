@@ -59,7 +59,7 @@ _BENCHES = {
 }
 """The modules of benchmarks under mpirun, by name."""
 _BENCHES_ALONE = {
-    "bits": "mpitrain.tools.bench.bits.command",
+    "bits": "mpitrain.tools.bench.bits.bits_command",
     "calls": "mpitrain.tools.bench.calls",
 }
 """The modules of benchmarks in one process, which may start jobs."""
@@ -96,11 +96,11 @@ def _main(words: list[str]) -> int:
     if command == "profile" and words and not words[0].startswith("-"):
         return _in_one_process(_profile, words)
     if command == "doctor":
-        from mpitrain.tools.doctor.command import main as doctor
+        from mpitrain.tools.doctor.doctor_command import main as doctor
 
         return doctor(words)
     if command == "elastic":
-        from mpitrain.job.elastic.supervisor.command import main as elastic
+        from mpitrain.job.elastic.supervisor.elastic_command import main as elastic
 
         return elastic(words)
     comm = collectives.world()
@@ -113,17 +113,17 @@ def _main(words: list[str]) -> int:
         elif command == "bench" and words[:1] and words[0] in _BENCHES:
             import_module(_BENCHES[words[0]]).main(words[1:], comm)
         elif command == "bench":
-            from mpitrain.tools.bench.command import main as bench
+            from mpitrain.tools.bench.bench_command import main as bench
 
             bench(words, comm)
         elif command == "plan":
             _plan_on_ranks(words, comm)
         elif command == "profile":
-            from mpitrain.tools.profile.command import main as profile
+            from mpitrain.tools.profile.profile_command import main as profile
 
             profile(words, comm)
         elif command == "tokenize":
-            from mpitrain.job.data.tokenize.command import main as tokenize
+            from mpitrain.job.data.tokenize.tokenize_command import main as tokenize
 
             tokenize(words, comm)
         elif command == "help":
@@ -232,26 +232,26 @@ def _line(text: str, error: Exception) -> str:
 
 
 def _memory(words: list[str]) -> None:
-    from mpitrain.tools.plan.memory import command
+    from mpitrain.tools.plan.memory import memory_command
 
-    command.main(words)
+    memory_command.main(words)
 
 
 def _plan(words: list[str]) -> int:
-    from mpitrain.tools.plan import command
-    from mpitrain.tools.plan.comparing import command as comparing
+    from mpitrain.tools.plan import plan_command
+    from mpitrain.tools.plan.comparing import compare_command
 
     if not _has(words, "--compare-report"):
-        return command.main(words)
-    comparing.report(words)
+        return plan_command.main(words)
+    compare_command.report(words)
     return 0
 
 
 def _plan_on_ranks(words: list[str], comm: collectives.Communicator) -> None:
-    from mpitrain.tools.plan.comparing import command as comparing
-    from mpitrain.tools.plan.measuring import command as measuring
+    from mpitrain.tools.plan.comparing import compare_command
+    from mpitrain.tools.plan.measuring import measure_command
 
-    (measuring if _has(words, "--measure") else comparing).main(words, comm)
+    (measure_command if _has(words, "--measure") else compare_command).main(words, comm)
 
 
 def _has(words: list[str], *flags: str) -> bool:
@@ -260,13 +260,13 @@ def _has(words: list[str], *flags: str) -> bool:
 
 
 def _schedules(words: list[str]) -> int:
-    from mpitrain.stages import command
+    from mpitrain.stages import schedules_command
 
-    return command.main(words)
+    return schedules_command.main(words)
 
 
 def _tokenizer(words: list[str]) -> None:
-    from mpitrain.job.data.tokenize.command import train_tokenizer
+    from mpitrain.job.data.tokenize.tokenize_command import train_tokenizer
 
     train_tokenizer(words)
 
@@ -274,31 +274,31 @@ def _tokenizer(words: list[str]) -> None:
 def _chaos(words: list[str]) -> int:
     from mpitrain.tools.bench.jobs.checkout import benchmark
 
-    return int(benchmark("chaos.command", "chaos").main(words))
+    return int(benchmark("chaos.chaos_command", "chaos").main(words))
 
 
 def _watch(words: list[str]) -> int:
-    from mpitrain.view.watch import command
+    from mpitrain.view.watch import watch_command
 
-    return command.main(words)
+    return watch_command.main(words)
 
 
 def _diff(words: list[str]) -> int:
-    from mpitrain.view.diff import command
+    from mpitrain.view.diff import diff_command
 
-    return command.main(words)
+    return diff_command.main(words)
 
 
 def _page(words: list[str]) -> int:
-    from mpitrain.view.report import command
+    from mpitrain.view.report import report_command
 
-    return command.main(words)
+    return report_command.main(words)
 
 
 def _pack(words: list[str]) -> None:
-    from mpitrain.tools.doctor.pack import command
+    from mpitrain.tools.doctor.pack import pack_command
 
-    command.main(words)
+    pack_command.main(words)
 
 
 def _stop(words: list[str]) -> int:
@@ -308,22 +308,22 @@ def _stop(words: list[str]) -> int:
 
 
 def _trace(words: list[str]) -> int:
-    from mpitrain.view.trace import command
+    from mpitrain.view.trace import trace_command
 
-    return command.main(words)
+    return trace_command.main(words)
 
 
 def _profile(words: list[str]) -> int:
-    from mpitrain.tools.profile import command
+    from mpitrain.tools.profile import profile_command
 
-    return command.of_run(words)
+    return profile_command.of_run(words)
 
 
 def _bench_alone(words: list[str]) -> int:
     if words[0] in _OF_CHECKOUT:
         from mpitrain.tools.bench.jobs.checkout import benchmark
 
-        return int(benchmark(f"{words[0]}.command", f"bench {words[0]}").main(words[1:]))
+        return int(benchmark(f"{words[0]}.{words[0]}_command", f"bench {words[0]}").main(words[1:]))
     return int(import_module(_BENCHES_ALONE[words[0]]).main(words[1:]))
 
 
@@ -363,7 +363,7 @@ def _sample(words: list[str]) -> None:
 
 
 def _report(words: list[str]) -> None:
-    from mpitrain.tools.bench.command import report
+    from mpitrain.tools.bench.bench_command import report
 
     report(words)
 

@@ -1,1 +1,1 @@
-"""The comparison with published runs. tables.py: the tables of papers. report.py: the comparison as tables and as a plot."""
+"""The comparison with published runs. tables.py: the tables of papers. published_report.py: the comparison as tables and as a plot."""

@@ -17,7 +17,7 @@ from collectives.bench.kit.turns import Seconds
 class Stored(ABC):
     """A contestant (see collectives/bench/kit/turns.py) that saves into the folder `path`, and loads from there into other memory.
 
-    A new contestant implements `save` and `loads`, and needs a line in command.py.
+    A new contestant implements `save` and `loads`, and needs a line in bench_command.py.
     """
 
     def __init__(self, name: str, bed: Testbed) -> None:

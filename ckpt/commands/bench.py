@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 import collectives
-from ckpt.bench.report import tables
+from ckpt.bench.bench_report import tables
 from ckpt.bench.results import CheckpointLaunch
 from ckpt.commands.terminal import Commands, UsageError, complain
 from collectives.shared.arguments import add_json, add_report, names_of
@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
                 raise UsageError(str(error)) from error
             console().print(*tables(launches), sep="\n")
         return 0
-    from ckpt.bench.command import main
+    from ckpt.bench.bench_command import main
 
     comm = collectives.world()
     try:

@@ -5,6 +5,6 @@ call reads, like the computation before a collective. As in NVIDIA's nccl-tests,
 busbw is algbw times the bytes that an optimal algorithm must move for each byte of the array.
 
 calls.py: the contestants. peer.py: the interface of a peer; plain_mpi.py, gloo.py: the peers. timing.py: times at one size. results.py:
-measurements, bandwidths and the file. show.py, plot.py: tables and pictures. overhead.py: Python's time per call. report.py: medians
-over several launches. tuning.py: makes the table of algorithms from measurements. units.py: parses and formats bytes and times.
+measurements, bandwidths and the file. show.py, plot.py: tables and pictures. overhead.py: Python's time per call. bench_report.py:
+medians over several launches. tuning.py: makes the table of algorithms from measurements. units.py: parses and formats bytes and times.
 """

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from collectives.bench.report import overhead
+from collectives.bench.bench_report import overhead
 from collectives.bench.results import RAW, CollectivesLaunch, Measurement, Skipped
 from collectives.shared.tables import new_table
 from collectives.texts import show_bytes

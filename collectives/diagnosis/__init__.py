@@ -7,7 +7,7 @@ calls; recorder.py records a communicator's calls. record.py keeps the last oper
 writes the report of a failure to a file. threads.py refuses two threads in one communicator. monitor.py is a thread that asks the other
 ranks (inquiry.py) and answers them (answer.py, channel.py), even while its rank is stuck: when a wait lasts (notice.py), at the
 deadline (deadline.py, also if JAX is stuck), after the end of a rank, and at SIGUSR2 (bell.py). conclusions.py acts on the answers.
-losses.py detects lost ranks. node/ looks at a rank of the node that gives no answer; report.py makes reports of the answers,
+losses.py detects lost ranks. node/ looks at a rank of the node that gives no answer; hang_report.py makes reports of the answers,
 long_wait.py notices, and deadlock.py the reports of checked mode. stacks.py finds the place of a thread. ending.py ends NCCL before
 MPI.
 """

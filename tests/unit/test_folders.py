@@ -1,4 +1,5 @@
-"""The folders show where a line of code belongs: few modules in each, no circles of imports, and no module that hides a function."""
+"""The folders show where a line of code belongs: few modules in each, no circles of imports, names that say of what they are, and no
+module that hides a function."""
 
 import ast
 import subprocess
@@ -158,6 +159,31 @@ def test_no_folder_holds_too_many_modules() -> None:
 def test_no_file_is_too_long() -> None:
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()}
     assert {name: num for name, num in lines.items() if num > MAX_LINES} == {}
+
+
+def public_classes(path: Path) -> set[str]:
+    """The names without an underscore of the classes that a file defines."""
+    body = ast.parse(path.read_text()).body
+    return {node.name for node in body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+
+
+def test_no_public_class_name_stands_in_two_files_of_a_package() -> None:
+    """Whoever searches for a class by its name finds it, and nothing else of that package."""
+    twice = {}
+    for package in ("collectives", "ckpt", "mpitrain"):
+        files: dict[str, list[str]] = defaultdict(list)
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for name in public_classes(path):
+                files[name].append(str(path.relative_to(ROOT)))
+        assert len(files) > 50
+        twice |= {f"{name} of {package}": where for name, where in files.items() if len(where) > 1}
+    assert twice == {}
+
+
+def test_a_file_of_a_command_or_a_report_says_of_what() -> None:
+    """The file of a command is called by the word that a user types: watch_command.py."""
+    names = {"command.py", "report.py"}
+    assert [name for name, path in modules().items() if path.name in names] == []
 
 
 def private_names_of_others(path: Path) -> Iterator[str]:

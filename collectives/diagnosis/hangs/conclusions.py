@@ -8,7 +8,7 @@ from typing import Any
 from collectives.diagnosis import dump, loss, record
 from collectives.diagnosis.ending import abort_job
 from collectives.diagnosis.failure import write_failure
-from collectives.diagnosis.hangs import answer, deadline, deadlock, long_wait, report
+from collectives.diagnosis.hangs import answer, deadline, deadlock, hang_report, long_wait
 from collectives.diagnosis.hangs.answer import Waiting
 from collectives.diagnosis.hangs.deadline import Deadline
 from collectives.diagnosis.hangs.evictions import Evictions
@@ -108,7 +108,7 @@ class Conclusions:
                     )
                 )
         elif inquiry.purpose == "places":
-            dump.say(report.error_report(self._rank, inquiry.states, self._roster))
+            dump.say(hang_report.error_report(self._rank, inquiry.states, self._roster))
             self._has_shown.set()
         elif inquiry.purpose == "order":
             self._judge_order(inquiry, now)
@@ -117,14 +117,14 @@ class Conclusions:
 
     def _end_at_deadline(self, late: Waiting, inquiry: Inquiry) -> None:
         looks = {rank: each.words for rank, each in inquiry.looks.items()}
-        lost, ends = report.missing_ranks(late, inquiry.states), "The job ends."
+        lost, ends = hang_report.missing_ranks(late, inquiry.states), "The job ends."
         may_go_on = False
-        if Job.survives and (lost := report.ranks_to_end(late, inquiry.states)):
+        if Job.survives and (lost := hang_report.ranks_to_end(late, inquiry.states)):
             may_go_on = self._evicted.isdisjoint(lost)
             ends = f"The job goes on without {self._roster.names(lost)}."
             if not may_go_on:
                 ends = f"{self._roster.names(lost)} could not be ended from another host, so the job ends."
-        text = report.deadline_report(
+        text = hang_report.deadline_report(
             self._rank, late, inquiry.states, Deadline.seconds or 0.0, self._roster, looks, ends
         )
         self.lose(lost, text, deadline.EXIT_CODE, may_go_on=may_go_on)
@@ -145,11 +145,11 @@ class Conclusions:
 
         A job that survives losses goes on without the ranks that have ended.
         """
-        stuck = report.abandoned(inquiry.states)
+        stuck = hang_report.abandoned(inquiry.states)
         if self._inquiries.confirmed("end", stuck):
-            gone = report.gone(stuck, inquiry.states)
+            gone = hang_report.gone(stuck, inquiry.states)
             ends = f"The job goes on without {self._roster.names(gone)}." if Job.survives else "The job ends."
-            text = report.end_report(stuck, inquiry.states, self._roster, ends)
+            text = hang_report.end_report(stuck, inquiry.states, self._roster, ends)
             dump.say(text)
             if Job.survives:
                 self._inquiries.quiet_until["end"] = now + GRACE_S

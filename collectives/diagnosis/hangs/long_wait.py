@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from collectives.diagnosis.hangs.answer import State, Waiting
-from collectives.diagnosis.hangs.report import absent, described, groups, hints, is_in, place
+from collectives.diagnosis.hangs.hang_report import absent, described, groups, hints, is_in, place
 from collectives.diagnosis.record import shown_ranks
 from collectives.diagnosis.ring.roster import NOBODY, Roster
 

@@ -8,6 +8,7 @@ puts these launches and the common launches into one table.
 
 options.py: the command line. results.py: figures and their file. model.py: the interface of a model with its optimizer.
 models.py, deepspeed.py, tensor.py: our models and the peers' models. timing.py: the time of a step and of its parts. memory.py: peaks.
-overhead.py: hooks and bookkeeping. report.py: tables of one or several launches. plot.py: pictures. command.py: the whole command.
-bits/: the same bits on other ranks and in other layouts. jobs/: the jobs that a benchmark starts. benchmarks/ of a checkout has more.
+overhead.py: hooks and bookkeeping. bench_report.py: tables of one or several launches. plot.py: pictures. bench_command.py: the whole
+command. bits/: the same bits on other ranks and in other layouts. jobs/: the jobs that a benchmark starts. benchmarks/ of a checkout
+has more.
 """

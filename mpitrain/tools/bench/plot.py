@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from collectives.bench.kit.launches import alike
 from collectives.shared.pictures import new_figure
-from mpitrain.tools.bench.report import PHASES, cases, heading, merged
+from mpitrain.tools.bench.bench_report import PHASES, cases, heading, merged
 from mpitrain.tools.bench.results import TrainingLaunch
 
 COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#f2a541", "#bab0ac")

@@ -1,6 +1,6 @@
 """Measures what the ranks of a job share: MPI itself, the memory of a node, the run's folder. Collective, over MPI.
 
-A check that hangs is ended by command.py, from outside.
+A check that hangs is ended by doctor_command.py, from outside.
 """
 
 import fcntl

@@ -1,6 +1,6 @@
 """Measures what lies between hosts: clocks, links, TCP ports. Collective, over MPI.
 
-Every wait that can be bounded is; a check that hangs nevertheless is ended by command.py, from outside.
+Every wait that can be bounded is; a check that hangs nevertheless is ended by doctor_command.py, from outside.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
-"""Carries out the checks, as a rank of MPI or alone: `python -m mpitrain.tools.doctor.worker FD WORK`, started by command.py.
+"""Carries out the checks, as a rank of MPI or alone: `python -m mpitrain.tools.doctor.worker FD WORK`, started by doctor_command.py.
 
-It writes a line of JSON to the file descriptor FD at the beginning and the end of each check, so that command.py knows of it even if
-MPI or a library ends this process. WORK is JSON: the options, the names of the checks, and whether to use MPI.
+It writes a line of JSON to the file descriptor FD at the beginning and the end of each check, so that doctor_command.py knows of it
+even if MPI or a library ends this process. WORK is JSON: the options, the names of the checks, and whether to use MPI.
 """
 
 import json

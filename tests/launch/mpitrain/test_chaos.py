@@ -29,7 +29,7 @@ SMALL_CASES = """
 import sys
 from benchmarks.chaos import harms
 from benchmarks.chaos.cases import BY_NAME
-from benchmarks.chaos.command import main
+from benchmarks.chaos.chaos_command import main
 
 def small(name, steps, harm):
     model = ("--model.width", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32")

@@ -13,7 +13,7 @@ from extent import extent
 from main_job import STEPS, heldout_losses, losses, metrics, train, trained
 
 import ckpt
-from mpitrain.view.diff.command import main as diff
+from mpitrain.view.diff.diff_command import main as diff
 
 pytestmark = pytest.mark.timeout_s(300)
 

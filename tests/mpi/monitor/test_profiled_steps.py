@@ -14,9 +14,9 @@ from mpitrain.job.config import Config, ConfigError
 from mpitrain.job.record.adding import Added
 from mpitrain.job.train.trainer import Trainer
 from mpitrain.models.gpt import Block
-from mpitrain.tools.profile.command import main
 from mpitrain.tools.profile.parts import Parts, parts_of
 from mpitrain.tools.profile.places import OTHER
+from mpitrain.tools.profile.profile_command import main
 from mpitrain.tools.profile.sentences import sentences
 from mpitrain.tools.profile.steps import MeasuredRun, measured_run
 

@@ -9,11 +9,11 @@ import torch
 from collectives import Communicator
 from mpitrain.cli import main
 from mpitrain.job.record.machine.machine import load
-from mpitrain.tools.plan.comparing import command as comparing
+from mpitrain.tools.plan.comparing import compare_command
 from mpitrain.tools.plan.comparing.cases import layouts
 from mpitrain.tools.plan.comparing.results import ComparisonLaunch
-from mpitrain.tools.plan.measuring import command as measuring
-from mpitrain.tools.plan.measuring.command import measure_into
+from mpitrain.tools.plan.measuring import measure_command
+from mpitrain.tools.plan.measuring.measure_command import measure_into
 from mpitrain.tools.plan.measuring.small_gpt import GptSize, config_of
 from mpitrain.tools.plan.measuring.steps import TrainedSteps
 
@@ -59,4 +59,4 @@ def test_wrong_arguments_are_one_error(comm: Communicator) -> None:
         (["--compare", "h100", "--batch", "6"], "a batch that is a multiple of 8, got 2 and 6"),
     ):
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-            (measuring if "--measure" in words else comparing).main(words, comm)
+            (measure_command if "--measure" in words else compare_command).main(words, comm)

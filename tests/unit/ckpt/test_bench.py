@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ckpt.bench.report import GOALS, Goal, goals, tables
+from ckpt.bench.bench_report import GOALS, Goal, goals, tables
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, ActionRow, CheckpointLaunch, ours
 from ckpt.bench.state import NUM_TINY, UNIT, Cut, Memory, large, tiny, training
 from ckpt.cli import main

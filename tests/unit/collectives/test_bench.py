@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from collectives.bench import report
+from collectives.bench import bench_report
 from collectives.bench.kit.turns import drawn_order
 from collectives.bench.plot import plot
 from collectives.bench.results import GLOO, RAW, CallOverhead, CollectivesLaunch, Measurement, Skipped, bus_factor
@@ -172,16 +172,16 @@ def test_another_file_is_refused_by_name(tmp_path: Path, damage: Any) -> None:
 def test_a_report_gives_medians_over_the_launches_of_ratios_within_each() -> None:
     # one launch was disturbed by as much for all: the ratios do not show it
     launches = [launch(1), launch(2), launch(50)]
-    (line,) = report.lines(launches, "all_reduce", "float32", "private")
+    (line,) = bench_report.lines(launches, "all_reduce", "float32", "private")
     assert line == ("1 KiB", "2000.0", "0.001", "2.00x", "10.00x", "ring", "1.25x")
-    (line,) = report.lines(launches, "all_reduce", "float32", "node")
+    (line,) = bench_report.lines(launches, "all_reduce", "float32", "node")
     assert line == ("1 KiB", "500.0", "0.002", "8.00x", "40.00x", "shared", "1.00x")
     alone = [launch(results=[measurement("auto", 1.0)])]
-    assert report.lines(alone, "all_reduce", "float32", "private")[0][3:] == ("", "", "", "")
+    assert bench_report.lines(alone, "all_reduce", "float32", "private")[0][3:] == ("", "", "", "")
 
 
 def test_a_report_in_markdown() -> None:
-    text = report.markdown([launch(1), launch(2), launch(3), launch(1, ranks=4)])
+    text = bench_report.markdown([launch(1), launch(2), launch(3), launch(1, ranks=4)])
     assert text.count("## 2 ranks on 1 node; A, 2 cores per node; M; numpy arrays\n") == 1
     assert text.count("## 4 ranks on 1 node; A") == 1
     assert "### all_reduce, float32, private memory, 2 ranks on 1 node, 3 launches\n" in text

@@ -26,7 +26,7 @@ from collectives.diagnosis import (
 from collectives.diagnosis.hangs import answer, deadline
 from collectives.diagnosis.hangs.answer import State, Waiting
 from collectives.diagnosis.hangs.deadlock import deadlock_report, deadlocked
-from collectives.diagnosis.hangs.report import abandoned, deadline_report, end_report, ranks_to_end
+from collectives.diagnosis.hangs.hang_report import abandoned, deadline_report, end_report, ranks_to_end
 from collectives.diagnosis.record import Log, forget_logs, last_operations, open_operations, shown_ranks
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.data import command, samples, waiting
+from benchmarks.data import data_command, samples, waiting
 from benchmarks.data.readers import READERS
 from mpitrain.cli import main
 
@@ -24,9 +24,9 @@ def test_each_reader_gives_all_documents(tmp_path: Path, name: str) -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "_TOTAL_BYTES", {1_000: 50_000})
-    monkeypatch.setattr(command, "_WAITING_BYTES", 400_000)
-    monkeypatch.setattr(command, "_RESUME_BYTES", 400_000)
+    monkeypatch.setattr(data_command, "_TOTAL_BYTES", {1_000: 50_000})
+    monkeypatch.setattr(data_command, "_WAITING_BYTES", 400_000)
+    monkeypatch.setattr(data_command, "_RESUME_BYTES", 400_000)
     monkeypatch.setattr(waiting, "STEP_S", 0.002)
     monkeypatch.setattr(waiting, "START_S", 0.0)
     rows = tmp_path / "rows.jsonl"

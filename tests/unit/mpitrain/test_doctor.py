@@ -19,7 +19,7 @@ from collectives.processes import age_s
 from mpitrain.job.elastic.copies.orphans import orphans, remove_orphans
 from mpitrain.tools.doctor import beforehand, host, network, ranks
 from mpitrain.tools.doctor.checks import CHECKS, Check
-from mpitrain.tools.doctor.command import main
+from mpitrain.tools.doctor.doctor_command import main
 from mpitrain.tools.doctor.findings import Finding, Level, each, exit_code, names, ok, show, summary
 from mpitrain.tools.doctor.host import Disk, Leftovers, Memory, Most, Temporary
 from mpitrain.tools.doctor.job import Mpi, NodeWork, SharedFolderCheck

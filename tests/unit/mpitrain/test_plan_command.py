@@ -10,7 +10,7 @@ import pytest
 
 from mpitrain.job.config import from_toml
 from mpitrain.job.record.machine.machine import from_text, load, names
-from mpitrain.tools.plan import command
+from mpitrain.tools.plan import plan_command
 
 SMALL = ["--model", "llama3-8b", "--ranks", "16", "--machine", "h100", "--batch", "64"]
 TEXT = """
@@ -114,7 +114,7 @@ def test_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         "--top",
         "3",
     ]
-    assert command.main([*SMALL, *more, "--pipeline", "1", "--write", str(path)]) == 0
+    assert plan_command.main([*SMALL, *more, "--pipeline", "1", "--write", str(path)]) == 0
     out = capsys.readouterr().out
     assert "llama3-8b: 8.03 B parameters, 16 ranks of H100, 64 sequences of 8192 tokens a step, mpitrain" in out
     assert "days for 1,000 billion tokens" in out and "for a billion tokens, at 2 an hour for a rank" in out
@@ -128,7 +128,7 @@ def test_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([*SMALL, "--json", "--tokens", "1e12", "--price", "2", "--top", "4"]) == 0
+    assert plan_command.main([*SMALL, "--json", "--tokens", "1e12", "--price", "2", "--top", "4"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["plans"]) == 4
     best = data["best"]
@@ -149,7 +149,7 @@ def test_34_days(capsys: pytest.CaptureFixture[str]) -> None:
     """Section 5.1 of 2104.04473, with the layout of `published`."""
     words = "--model gpt3-175b --ranks 1024 --machine a100 --batch 1536 --tokens 300e9 --price 2.5 --software megatron-2021 --json"
     words += " --tensor 8 --pipeline 8 --micro 1 --schedule 1f1b --recompute block"
-    assert command.main(words.split()) == 0
+    assert plan_command.main(words.split()) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert best["days"] == pytest.approx(34, rel=0.05)
     assert best["cost"] == pytest.approx(best["days"] * 24 * 1024 * 2.5)
@@ -157,18 +157,18 @@ def test_34_days(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_layout_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--model", "llama3-70b", "--ranks", "2", "--machine", "h100", "--batch", "2"]
-    assert command.main(words) == 0
+    assert plan_command.main(words) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "No layout fits. The one that needs least memory lacks" in out
     with pytest.raises(ValueError, match=r"no layout fits that the trainer can run, so .*plan.toml was not written"):
-        command.main([*words, "--write", str(tmp_path / "plan.toml")])
+        plan_command.main([*words, "--write", str(tmp_path / "plan.toml")])
     assert not (tmp_path / "plan.toml").exists()
 
 
 def test_a_model_that_the_trainer_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     words = ["--model", "gpt3-175b", "--ranks", "128", "--machine", "h100", "--batch", "128", "--write", str(path)]
-    assert command.main(words) == 0
+    assert plan_command.main(words) == 0
     assert "without [model]: the trainer lacks gpt3-175b" in " ".join(capsys.readouterr().out.split())
 
 
@@ -185,7 +185,7 @@ def test_a_model_that_the_trainer_lacks(capsys: pytest.CaptureFixture[str], tmp_
 )
 def test_wrong_arguments(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        command.main(words)
+        plan_command.main(words)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +200,13 @@ def test_wrong_arguments(words: list[str], message: str) -> None:
 )
 def test_wrong_numbers(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main([*SMALL, *words])
+        plan_command.main([*SMALL, *words])
     assert message in capsys.readouterr().err
 
 
 def test_published(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert command.main(["--published", "--plot", str(tmp_path / "plan.svg")]) == 0
+    assert plan_command.main(["--published", "--plot", str(tmp_path / "plan.svg")]) == 0
     assert "| Narayanan 2021, table 1 | a100 | 10 |" in capsys.readouterr().out
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
 
@@ -219,7 +219,7 @@ def test_a_picture_without_matplotlib_is_refused_at_once(
     with pytest.raises(
         ValueError, match=r"^--plot needs matplotlib: pip install 'mpitrain\[plot\]', or leave out --plot$"
     ):
-        command.main([*words, "--plot", str(tmp_path / "x.svg")])
+        plan_command.main([*words, "--plot", str(tmp_path / "x.svg")])
     assert capsys.readouterr().out == ""
 
 
@@ -235,11 +235,11 @@ def test_an_error_is_one_line() -> None:
 def test_simulate_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "run.svg"
     failures = ["--rank-mtbf-hours", "20000", "--checkpoint-seconds", "10", "--restart-seconds", "300"]
-    assert command.main([*SMALL, "--simulate", "--jitter", "0.01", *failures, "--plot", str(picture)]) == 0
+    assert plan_command.main([*SMALL, "--simulate", "--jitter", "0.01", *failures, "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
     assert "goodput" in shown and "llama3-8b, 16 ranks of H100: " in shown
     assert picture.read_text().startswith("<?xml")
-    assert command.main([*SMALL, "--simulate", "--json", "--pipeline", "2", "--schedule", "zb-v"]) == 0
+    assert plan_command.main([*SMALL, "--simulate", "--json", "--pipeline", "2", "--schedule", "zb-v"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["layout"]["pipeline"] == 2 and made["schedule"] == "zb-v" and made["ranks"] == 16
 
@@ -249,9 +249,9 @@ def test_a_simulation_without_disturbances_takes_as_long_as_the_plan(
     schedule: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fixed = ["--pipeline", "4", "--tensor", "2", "--schedule", schedule, "--micro", "1"]
-    command.main([*SMALL, *fixed, "--json"])
+    plan_command.main([*SMALL, *fixed, "--json"])
     planned = json.loads(capsys.readouterr().out)["best"]["step_s"]
-    command.main([*SMALL, *fixed, "--simulate", "--json"])
+    plan_command.main([*SMALL, *fixed, "--simulate", "--json"])
     simulated = json.loads(capsys.readouterr().out)
     # The plan lets the busiest stage set the pace; the simulation has the stages as they are.
     assert simulated["ideal_step_s"] == pytest.approx(planned, rel=0.1)
@@ -260,11 +260,11 @@ def test_a_simulation_without_disturbances_takes_as_long_as_the_plan(
 def test_simulate_16384_ranks_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "llama3-405b", "--ranks", "16384", "--machine", "h100", "--batch", "2048", "--context", "8192"]
     begun = time.process_time()
-    command.main([*words, "--simulate", "--json", "--jitter", "0.01", "--slow-ranks", "16", "--mtbf-hours", "3"])
+    plan_command.main([*words, "--simulate", "--json", "--jitter", "0.01", "--slow-ranks", "16", "--mtbf-hours", "3"])
     assert time.process_time() - begun < 15  # 3 s on one core of a server
     assert 0 < json.loads(capsys.readouterr().out)["goodput"] < 1
 
 
 def test_nothing_fits_to_be_simulated() -> None:
     with pytest.raises(ValueError, match="no layout fits that the trainer can run, so there is nothing to simulate"):
-        command.main(["--model", "llama3-405b", "--ranks", "2", "--machine", "h100", "--batch", "2", "--simulate"])
+        plan_command.main(["--model", "llama3-405b", "--ranks", "2", "--machine", "h100", "--batch", "2", "--simulate"])

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mpitrain.job.record.machine.machine import load
 from mpitrain.tools.plan.comparing.cases import layouts, name_of
-from mpitrain.tools.plan.comparing.report import tables
+from mpitrain.tools.plan.comparing.compare_report import tables
 from mpitrain.tools.plan.comparing.results import (
     ComparisonLaunch,
     LayoutRow,

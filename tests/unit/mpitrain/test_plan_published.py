@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.published import report
+from benchmarks.published import published_report
 from benchmarks.published.tables import CHOICES, TABLES, Choice, choose, compare
 from mpitrain.job.record.machine.machine import load
 from mpitrain.tools.plan.footprint import footprint
@@ -26,7 +26,7 @@ NUM_ROWS = dict(zip(LIMITS, (10, 6, 6, 1, 8, 3), strict=True))
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_tables(table: report.Table) -> None:
+def test_tables(table: published_report.Table) -> None:
     errors = [abs(row.error) for row in compare(table)]
     assert len(errors) == NUM_ROWS[table.name]
     most_mean, most = LIMITS[table.name]
@@ -46,7 +46,7 @@ SECONDS = {
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_what_is_added_for_other_machines_changes_no_published_row(table: report.Table) -> None:
+def test_what_is_added_for_other_machines_changes_no_published_row(table: published_report.Table) -> None:
     machine = load(table.machine)
     seconds = sum(price(row.model, machine, row.software, row.layout).step_s for row in table.rows)
     assert seconds == pytest.approx(SECONDS[table.name], rel=1e-12)  # libraries differ in the last digit of a logarithm
@@ -97,8 +97,8 @@ def test_published_layouts_fit_memory() -> None:
 def test_docs_have_the_current_table(tmp_path: Path) -> None:
     """`python -m mpitrain plan --published --plot docs/plan.svg` wrote both."""
     docs = Path(__file__).parents[3] / "docs"
-    assert report.markdown() in (docs / "measured.md").read_text()
+    assert published_report.markdown() in (docs / "measured.md").read_text()
     pytest.importorskip("matplotlib")
-    report.plot(str(tmp_path / "plan.svg"))
+    published_report.plot(str(tmp_path / "plan.svg"))
     drawn, kept = (ElementTree.parse(path).getroot() for path in (tmp_path / "plan.svg", docs / "plan.svg"))
     assert len(list(drawn.iter())) == len(list(kept.iter())) > 100

@@ -29,8 +29,8 @@ from mpitrain.tools.plan.layout import (
 from mpitrain.tools.plan.learning_rate import scaled
 from mpitrain.tools.plan.links import exchange, gather, group, message, reduce
 from mpitrain.tools.plan.memory.prediction import predict
+from mpitrain.tools.plan.plan_report import _size, reasons, show
 from mpitrain.tools.plan.price import busiest_stage, price
-from mpitrain.tools.plan.report import _size, reasons, show
 from mpitrain.tools.plan.search import LayoutPlan, PlanJob, layouts, search
 from mpitrain.tools.plan.settings import to_toml
 from mpitrain.tools.plan.transformer import NAMED, find, of_sizes

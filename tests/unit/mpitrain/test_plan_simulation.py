@@ -18,7 +18,7 @@ from rich.console import Console
 
 from mpitrain.stages.schedules import SCHEDULES, Schedule, Times
 from mpitrain.stages.schedules.timeline import timeline
-from mpitrain.tools.plan.simulation import Job, command, draw, simulate
+from mpitrain.tools.plan.simulation import Job, draw, simulate, simulate_command
 from mpitrain.tools.plan.simulation.interval import best_interval, daly_s, expected_goodput, sampled_goodput, young_s
 from mpitrain.tools.plan.simulation.outcome import CAUSES
 from mpitrain.tools.plan.simulation.run import run_through
@@ -391,16 +391,16 @@ def test_wrong_values(wrong: dict[str, object], said: str) -> None:
 
 def test_the_command_prints_all_causes() -> None:
     parser = argparse.ArgumentParser()
-    command.options(parser)
+    simulate_command.options(parser)
     words = "--jitter 0.05 --slow-ranks 1 --rank-mtbf-hours 64 --checkpoint-seconds 5 --restart-seconds 200 --hours 50"
     schedule = SCHEDULES["1f1b"](4, 8)
-    job = command.job_of(
+    job = simulate_command.job_of(
         parser.parse_args(words.split()), schedule, [Times(0.2, 0.2, 0.2, 0.01)], copies=4, tensor_ranks=2, reduction_s=0.1,
         optimizer_s=0.1, tokens=1000,
     )  # fmt: skip
     assert job.mtbf_hours == 2  # of 32 ranks
     console = Console(record=True, width=200, file=io.StringIO())
-    command.show(simulate(job), console)
+    simulate_command.show(simulate(job), console)
     text = console.export_text()
     assert all(name in text for name in CAUSES)
     assert "32 ranks" in text and "(Young)" in text and "goodput" in text

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from mpitrain import cli
-from mpitrain.tools.bench import report
+from mpitrain.tools.bench import bench_report
 from mpitrain.tools.bench.memory import PssSampler, pss, state_bytes
 from mpitrain.tools.bench.options import parse
 from mpitrain.tools.bench.plot import plot
@@ -104,7 +104,7 @@ def launch(*rows: StepRow, **options: Any) -> TrainingLaunch:
 def text_of(launches: list[TrainingLaunch]) -> str:
     console = Console(width=240, highlight=False, force_terminal=False)
     with console.capture() as capture:
-        console.print(*report.tables(launches), sep="\n")
+        console.print(*bench_report.tables(launches), sep="\n")
     return capture.get()
 
 
@@ -115,7 +115,7 @@ def test_a_launch_comes_back_from_its_file(tmp_path: Path) -> None:
         launch(overhead=HookOverhead(200, 2, 1, 4, 3)),
     ):
         made.write(file)
-        assert report.merged([TrainingLaunch.read(file)], CASE) == report.merged([made], CASE)
+        assert bench_report.merged([TrainingLaunch.read(file)], CASE) == bench_report.merged([made], CASE)
         assert TrainingLaunch.read(file).overhead == made.overhead
 
 
@@ -152,16 +152,16 @@ def test_a_report_gives_medians_of_ratios_within_each_launch_and_memory_of_those
     alone = [
         launch(row("fsdp", 0.001, peak_rss_bytes=r, peak_pss_bytes=r // 2, added_pss_bytes=1)) for r in (4, 6, 100)
     ]
-    merged = {one.name: one for one in report.merged([*alone, *together], CASE)}
+    merged = {one.name: one for one in bench_report.merged([*alone, *together], CASE)}
     assert list(merged) == ["mpitrain", "fsdp"]
     assert (merged["mpitrain"].step_s, merged["fsdp"].step_s) == (1.1, 4.4)
     assert (merged["fsdp"].fastest_s, merged["fsdp"].slowest_s) == (0.9 * 4, 2 * 4 * 50)
     assert (merged["fsdp"].peak_rss_bytes, merged["fsdp"].peak_pss_bytes) == (6, 3)
     assert merged["mpitrain"].peak_rss_bytes is None
     assert merged["mpitrain"].phases.comm_s == pytest.approx(0.11) and merged["fsdp"].phases.comm_s is None
-    assert report.ratio([*alone, *together], CASE, "fsdp") == 0.25
-    assert report.ratio([*alone, *together], CASE, "ddp") is None
-    assert report.merged(alone, CASE)[0].step_s == 0.001, "of one alone where there is nothing else"
+    assert bench_report.ratio([*alone, *together], CASE, "fsdp") == 0.25
+    assert bench_report.ratio([*alone, *together], CASE, "ddp") is None
+    assert bench_report.merged(alone, CASE)[0].step_s == 0.001, "of one alone where there is nothing else"
 
 
 def test_the_tables() -> None:

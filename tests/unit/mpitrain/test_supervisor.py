@@ -13,8 +13,8 @@ from launching import is_open_mpi, job_environment
 from collectives import launcher
 from mpitrain.job.elastic.supervisor import hosts, words
 from mpitrain.job.elastic.supervisor.agents import Answer, choose_agent, parse_agent, probe, sweep
-from mpitrain.job.elastic.supervisor.command import main
 from mpitrain.job.elastic.supervisor.decisions import LaunchOutcome, LaunchProgress, Policy, decide
+from mpitrain.job.elastic.supervisor.elastic_command import main
 from mpitrain.job.elastic.supervisor.folder import RunFolder
 from mpitrain.job.elastic.supervisor.hosts import Host
 from mpitrain.job.elastic.supervisor.launch.limits import LaunchWatch, PhaseLimits
@@ -505,12 +505,12 @@ def test_the_supervisor_imports_the_standard_library_alone() -> None:
     """-S: without the folder of packages. Some modules of collectives need no package, and are loaded without their own."""
     modules = ("addresses", "cgroup", "files", "secret_forms", "secret_tokens", "texts")
     names = "sorted(name for name in sys.modules if name.partition('.')[0] in ('collectives', 'numpy'))"
-    code = f"import sys, mpitrain.job.elastic.supervisor.command; print(*{names})"
+    code = f"import sys, mpitrain.job.elastic.supervisor.elastic_command; print(*{names})"
     command = [sys.executable, "-S", "-c", code]
     result = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30
     )
     assert (result.stdout, result.stderr) == (f"collectives.{' collectives.'.join(modules)}\n", "")
     names = f"(getattr(collectives, name).__name__ for name in {modules})"
-    code = f"import mpitrain.job.elastic.supervisor.command, collectives; print(*{names})"
+    code = f"import mpitrain.job.elastic.supervisor.elastic_command, collectives; print(*{names})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == result.stdout

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from mpitrain.job.elastic.supervisor import batch, command, decisions, supervisor
+from mpitrain.job.elastic.supervisor import batch, decisions, elastic_command, supervisor
 from mpitrain.job.elastic.supervisor.agents import parse_agent
 from mpitrain.job.elastic.supervisor.decisions import LaunchOutcome, LaunchProgress, Policy
 from mpitrain.job.elastic.supervisor.folder import RunFolder
@@ -264,10 +264,10 @@ def test_the_smaller_of_both_numbers_of_nodes_counts(
     program = ("python", "-m", "mpitrain", "--run", str(tmp_path / "run"))
     for nodes, given, most in (("2:4", ["-N2"], 2), ("1:2", ["--nodes=3"], 2), ("2:4", [], 4), ("", ["-N", "1-3"], 3)):
         words = [f"--nodes={nodes}", "--", "srun", *given, "-n8", *program]
-        assert command._plan(words)[0].most == most, words
-    assert command.main(["--nodes=2:4", "--", "srun", "-N1", *program]) == 2
+        assert elastic_command._plan(words)[0].most == most, words
+    assert elastic_command.main(["--nodes=2:4", "--", "srun", "-N1", *program]) == 2
     assert "--nodes 2:4: expected at most 1, the number of srun's own --nodes, got 2" in capsys.readouterr().err
-    assert command.main(["--requeue", "--", "srun", *program, "--resume", "never"]) == 2
+    assert elastic_command.main(["--requeue", "--", "srun", *program, "--resume", "never"]) == 2
     assert "--requeue: expected resume = auto or a checkpoint, got never, by which each job" in capsys.readouterr().err
 
 

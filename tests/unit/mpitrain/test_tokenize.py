@@ -11,8 +11,8 @@ import pytest
 from mpitrain.job.config import DataConfig, SourceConfig
 from mpitrain.job.data.cache import ShardCache
 from mpitrain.job.data.documents import checked_text
-from mpitrain.job.data.tokenize.command import train_tokenizer
 from mpitrain.job.data.tokenize.documents import cuts_of, find, pieces_of
+from mpitrain.job.data.tokenize.tokenize_command import train_tokenizer
 from mpitrain.job.data.tokenize.training import train
 from mpitrain.job.data.tokenizers import JsonTokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.monitoring.command import main
+from benchmarks.monitoring.monitoring_command import main
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from benchmarks.monitoring.recorded_runs import write_run
 from mpitrain.job.config.settings import kinds
 from mpitrain.job.record import conditions
 from mpitrain.job.record.conditions import Effect, effect_of
-from mpitrain.view.diff.command import main
+from mpitrain.view.diff.diff_command import main
 from mpitrain.view.diff.starts import of_run
 from mpitrain.view.reading.run import read_run
 

@@ -18,7 +18,6 @@ from mpitrain.job.record.stragglers import CAUSES
 from mpitrain.view.reading.run import read_run
 from mpitrain.view.reading.tables import Table
 from mpitrain.view.report.charts import Buckets, colour_limits
-from mpitrain.view.report.command import main
 from mpitrain.view.report.document import PAGE
 from mpitrain.view.report.encoding import Arrays
 from mpitrain.view.report.findings import findings
@@ -26,6 +25,7 @@ from mpitrain.view.report.marks import MOST, describe, marks_of
 from mpitrain.view.report.of_ranks import MOST_CELLS, panels_of_layers, panels_of_ranks
 from mpitrain.view.report.of_steps import charts_of_steps
 from mpitrain.view.report.pictures import draw
+from mpitrain.view.report.report_command import main
 from mpitrain.view.report.summary import at_a_glance, heading
 from mpitrain.view.report.time_axis import TimeAxis
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.monitoring.recorded_runs import Slow, write_run
-from mpitrain.view.report.command import main
+from mpitrain.view.report.report_command import main
 
 try:
     from playwright import sync_api as playwright

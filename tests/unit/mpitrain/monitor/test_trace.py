@@ -22,7 +22,7 @@ from mpitrain.job.record.trace import packing, request
 from mpitrain.job.record.trace.clocks import Line, Sample, fit
 from mpitrain.job.record.trace.events import COMMUNICATION, RankEvents, Slice, nested
 from mpitrain.job.record.trace.meetings import FREES, WAITS, Meetings, Met, corrections, role
-from mpitrain.view.trace import command, drawn
+from mpitrain.view.trace import drawn, trace_command
 from mpitrain.view.trace.picture import draw, joined
 
 # Clocks
@@ -152,7 +152,7 @@ def test_the_picture_shows_each_rank(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written(tmp_path / "traces/step-00000007.json.gz")
     check(packing.read_trace(tmp_path / "traces/step-00000007.json.gz")["traceEvents"])
-    assert command.main([str(tmp_path), "--draw", str(tmp_path / "trace.svg")]) == 0
+    assert trace_command.main([str(tmp_path), "--draw", str(tmp_path / "trace.svg")]) == 0
     svg = (tmp_path / "trace.svg").read_text()
     assert all(
         f"<!-- {text} -->" in svg for text in ("rank 0 on host", "rank 1 on host", "step 7", "wait for another rank")
@@ -237,24 +237,24 @@ def test_a_request_has_one_answer(tmp_path: Path, act: str, expected: str) -> No
     with answering(tmp_path, act):
         if expected:
             with pytest.raises(RuntimeError, match=expected):
-                command.traced(tmp_path, 2, timeout_s=20)
+                trace_command.traced(tmp_path, 2, timeout_s=20)
         else:
-            assert command.traced(tmp_path, 2, timeout_s=20) == tmp_path / "traces/step-00000004.json.gz"
+            assert trace_command.traced(tmp_path, 2, timeout_s=20) == tmp_path / "traces/step-00000004.json.gz"
     assert not (tmp_path / request.NAME).exists()
 
 
 def test_a_request_says_why_there_is_no_trace(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no job trains in"):
-        command.traced(tmp_path, 2, timeout_s=1)
+        trace_command.traced(tmp_path, 2, timeout_s=1)
     with pytest.raises(ValueError, match="has no trace"):
-        command.main([str(tmp_path), "--draw", "x.svg"])
+        trace_command.main([str(tmp_path), "--draw", "x.svg"])
     lock = FolderLock(tmp_path)
     try:
         with pytest.raises(RuntimeError, match=r"has not begun to trace within 0\.3 s"):
-            command.traced(tmp_path, 2, timeout_s=0.3)
+            trace_command.traced(tmp_path, 2, timeout_s=0.3)
         request.ask(tmp_path, 3, timeout_s=60)
         with pytest.raises(ValueError, match="asked for already"):
-            command.traced(tmp_path, 2, timeout_s=5)
+            trace_command.traced(tmp_path, 2, timeout_s=5)
     finally:
         lock.release()
 
@@ -265,9 +265,9 @@ def test_a_request_is_void_when_its_time_is_over(tmp_path: Path) -> None:
     time.sleep(0.02)
     assert request.TraceRequests(tmp_path).look() == 0
     with answering(tmp_path, "traces"):
-        assert command.traced(tmp_path, 2, timeout_s=20).name == "step-00000004.json.gz"
+        assert trace_command.traced(tmp_path, 2, timeout_s=20).name == "step-00000004.json.gz"
 
 
 def test_the_command_imports_neither_torch_nor_mpi() -> None:
-    code = "import sys; from mpitrain.view.trace import command, picture; print({'torch', 'mpi4py.MPI'} & set(sys.modules))"
+    code = "import sys; from mpitrain.view.trace import picture, trace_command; print({'torch', 'mpi4py.MPI'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "set()\n"

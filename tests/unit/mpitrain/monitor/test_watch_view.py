@@ -15,7 +15,7 @@ import pytest
 from benchmarks.monitoring.recorded_runs import Slow, write_run
 from mpitrain.job.record.files.events import write_event
 from mpitrain.job.record.files.marks import Marks
-from mpitrain.view.report import command as report
+from mpitrain.view.report import report_command
 from mpitrain.view.watch.charts import Range, Screen
 from mpitrain.view.watch.view import split, view
 from mpitrain.view.watch.watched import RECENT, Watched
@@ -240,7 +240,7 @@ def test_files_in_another_encoding_are_told(tmp_path: Path, capsys: pytest.Captu
     for _ in range(2):
         run.update()
         assert run.notes == told and run.status().words == "failed: caf\\xe9 rank 1 died"
-    assert report.main([str(folder)]) == 0
+    assert report_command.main([str(folder)]) == 0
     assert [line for line in capsys.readouterr().out.splitlines() if "damaged" in line] == [
         f"run: {line}" for line in told
     ]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.text import Text
 
+from collectives.bench.bench_report import LEGEND, heading, markdown, sections
 from collectives.bench.kit.launches import alike
-from collectives.bench.report import LEGEND, heading, markdown, sections
 from collectives.bench.results import CollectivesLaunch
 from collectives.shared.terminal import Commands, UsageError, print_once
 

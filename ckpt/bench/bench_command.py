@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from ckpt.bench.bench_report import tables
 from ckpt.bench.beside import Background
 from ckpt.bench.dcp import Dcp
-from ckpt.bench.report import tables
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY, ActionRow, CheckpointLaunch, ours
 from ckpt.bench.state import Cut, Memory, large, tiny, training
 from ckpt.bench.stored import CkptFiles, PosixFiles, Stored

@@ -13,13 +13,12 @@ from collectives import is_live_terminal
 from collectives.shared.pictures import need_matplotlib
 from mpitrain.job.record.machine import machine as machines
 from mpitrain.tools.plan import layout as layouts
-from mpitrain.tools.plan import report, settings
+from mpitrain.tools.plan import plan_report, settings
 from mpitrain.tools.plan.learning_rate import RULES, LearningRate, scaled
 from mpitrain.tools.plan.overhead import overhead_of
 from mpitrain.tools.plan.price import stage_times
 from mpitrain.tools.plan.search import PlanJob, SearchResult, search
-from mpitrain.tools.plan.simulation import command as simulation
-from mpitrain.tools.plan.simulation import draw, simulate
+from mpitrain.tools.plan.simulation import draw, simulate, simulate_command
 from mpitrain.tools.plan.transformer import NAMED, find, in_settings
 
 FIXED = {
@@ -65,11 +64,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     price = options.price if options.price is not None else machine.price
     if options.json:
-        print(json.dumps(report.as_data(found, options.top, price, options.tokens, lr), indent=1))
+        print(json.dumps(plan_report.as_data(found, options.top, price, options.tokens, lr), indent=1))
     else:
         live = is_live_terminal()
         console = Console(width=None if live else 130, force_terminal=live, highlight=False)
-        report.show(console, found, options.top, price, options.tokens, lr)
+        plan_report.show(console, found, options.top, price, options.tokens, lr)
     if options.write is not None:
         _write(options.write, found, lr, is_quiet=options.json)
     return 0
@@ -118,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "--published", action="store_true", help="print the predictions beside tables of papers, as Markdown"
     )
     comparing.add_argument("--plot", metavar="FILE", help="also write a picture of them, or of --simulate, as SVG")
-    simulation.options(parser)
+    simulate_command.options(parser)
     return parser
 
 
@@ -166,7 +165,7 @@ def _simulate(options: argparse.Namespace, found: SearchResult) -> None:
     if plan is None:
         raise ValueError("plan: no layout fits that the trainer can run, so there is nothing to simulate")
     layout, seconds, of = plan.layout, plan.price.seconds, found.job
-    job = simulation.job_of(
+    job = simulate_command.job_of(
         options,
         layouts.scheduled(layout.schedule, layout.pipeline, layout.num_micro, layout.stages_per_rank),
         stage_times(of.model, of.machine, of.software, layout),
@@ -182,8 +181,8 @@ def _simulate(options: argparse.Namespace, found: SearchResult) -> None:
     else:
         live = is_live_terminal()
         console = Console(width=None if live else 130, force_terminal=live, highlight=False)
-        console.print(f"{of.model.name}, {of.ranks} ranks of {of.machine.name}: {report.told(plan)}")
-        simulation.show(outcome, console)
+        console.print(f"{of.model.name}, {of.ranks} ranks of {of.machine.name}: {plan_report.told(plan)}")
+        simulate_command.show(outcome, console)
     if options.plot is not None:
         draw(outcome, options.plot)
 
@@ -205,7 +204,7 @@ def _write(path: Path, found: SearchResult, lr: LearningRate | None, *, is_quiet
 def _published(plot: str | None) -> None:
     from mpitrain.tools.bench.jobs.checkout import benchmark
 
-    report = benchmark("published.report", "plan --published")
+    report = benchmark("published.published_report", "plan --published")
     print(report.markdown(), end="")
     if plot is not None:
         report.plot(plot)

@@ -11,7 +11,7 @@ from collectives.shared.arguments import add_json
 from collectives.shared.terminal import console, positive
 from mpitrain.job.record.machine import machine as machines
 from mpitrain.tools.plan.comparing.cases import layouts, with_changes
-from mpitrain.tools.plan.comparing.report import tables
+from mpitrain.tools.plan.comparing.compare_report import tables
 from mpitrain.tools.plan.comparing.results import ComparisonLaunch, LayoutRow
 from mpitrain.tools.plan.layout import MPITRAIN
 from mpitrain.tools.plan.measuring.small_gpt import GptSize, config_of

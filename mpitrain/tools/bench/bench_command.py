@@ -12,9 +12,9 @@ from collectives import Communicator
 from collectives.bench.kit.running import measure_and_show
 from collectives.bench.kit.turns import make_each
 from collectives.shared.terminal import console
+from mpitrain.tools.bench.bench_report import tables
 from mpitrain.tools.bench.options import parse
 from mpitrain.tools.bench.plot import plot
-from mpitrain.tools.bench.report import tables
 from mpitrain.tools.bench.results import BenchCase, MeasuredCase, TrainingLaunch
 
 if TYPE_CHECKING:
