@@ -120,7 +120,7 @@ def head(tmp_path: Path) -> Path:
     script = tmp_path / "head.py"
     script.write_text("""
 import os, pathlib, signal, subprocess, sys, time
-from mpitrain.job.elastic import marks
+from mpitrain.job.record.files import marks
 from mpitrain.job.elastic.supervisor.mpi_files.sessions import VARIABLES
 folder, *program = sys.argv[1:]
 hosts = "-hosts" if "HYDRA_LAUNCHER" in os.environ else "-H"
