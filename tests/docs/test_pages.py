@@ -92,6 +92,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.rest
 @pytest.mark.timeout_s(table.TIMEOUT_S + 110)
 @pytest.mark.parametrize(
     "step", [step for step in STEPS if entry({**table.LEFT_OUT, **table.FILES}, step) is None], ids=str

@@ -40,6 +40,7 @@ def unknown(report: str, texts: set[str]) -> list[str]:
     return [each for each in words if OF_PYTHON not in each and not any(text.startswith(each) for text in texts)]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("block", REPORTS, ids=str)
 def test_a_report_has_the_words_of_the_program(block: Block, texts: set[str]) -> None:
     assert not unknown(block.text, texts)

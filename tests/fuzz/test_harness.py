@@ -80,6 +80,7 @@ FAULTY_READERS: list[tuple[str, type, str, Callable[..., object]]] = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("module", "kind", "method", "wrong"), FAULTY_READERS)
 def test_other_documents_than_another_program_reads(
     module: str, kind: type, method: str, wrong: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ def needs_namespaces() -> None:
 # What the hosts are
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (3, 1)])
 def test_ranks_are_on_hosts_of_their_own(tmp_path: Path, hosts: int, ranks: int) -> None:
     script = """
@@ -62,6 +63,7 @@ print(f"rank {comm.rank} ended on {host}", flush=True)
     assert not list(Path("/dev/shm").glob("of-*")), "not this machine's"
 
 
+@pytest.mark.rest
 def test_the_contract_of_the_collectives_holds_across_hosts() -> None:
     files = ["tests/mpi/collectives/test_collectives.py", "tests/mpi/collectives/test_communicator.py"]
     files.append("tests/mpi/monitor/test_trace.py::test_a_trace_of_a_run")  # on two clocks
@@ -74,6 +76,7 @@ def test_the_contract_of_the_collectives_holds_across_hosts() -> None:
     assert "needs all ranks on one node, and these are on 2" in result.stdout, str(result)
 
 
+@pytest.mark.rest
 def test_copies_of_a_state_lie_on_both_hosts() -> None:
     """Also after the loss of all copies of a host, and where one host has no room for them."""
     command = ["python", "-m", "pytest", "-p", "no:cacheprovider", "tests/mpi/elastic", "-k", "node or fewer or cut"]
@@ -82,6 +85,7 @@ def test_copies_of_a_state_lie_on_both_hosts() -> None:
     assert re.search(r"\b(?:[7-9]|1\d) passed", result.stdout), str(result)
 
 
+@pytest.mark.rest
 def test_losses_on_two_hosts_are_those_of_one_process(corpus: Path, tmp_path: Path) -> None:
     few = ("--train.steps", "5", "--train.eval-batches", "0", "--train.sample-bytes", "0")
     trained(1, tmp_path / "alone", corpus, *few)
@@ -91,6 +95,7 @@ def test_losses_on_two_hosts_are_those_of_one_process(corpus: Path, tmp_path: Pa
     np.testing.assert_allclose(losses(tmp_path / "hosts"), losses(tmp_path / "alone"), rtol=2e-5)
 
 
+@pytest.mark.rest
 def test_a_rate_limits_the_link_and_the_link_keeps_to_it() -> None:
     script = """
 import time, numpy as np, collectives
@@ -116,6 +121,7 @@ if comm.rank == 1:
     assert min(seconds) < 0.8, "the link stands idle"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("sequence", extent([True], [True, False]))
 def test_tensor_parallelism_sends_what_the_formula_says(sequence: bool) -> None:
     """Tensor parallelism over all ranks of two hosts. A gather or a scatter of S bytes sends half of them to the other host, a sum
@@ -160,6 +166,7 @@ for step in range(2):
     assert all(0.99 < ratio < 1.02 for ratio in ratios), ratios
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("hosts", "rate", "auto"), [("2x2", "100mbit", "int8"), ("2x1", "10gbit", "fp32")])
 def test_wire_formats_send_the_bytes_that_are_counted(hosts: str, rate: str, auto: str) -> None:
     """The bytes of an all-reduce on the host's link are those that its ranks count. "auto" chooses a format by the link's speed."""
@@ -254,6 +261,7 @@ def test_the_exit_code_is_the_job_s(tmp_path: Path, what: str, code: int) -> Non
     assert_nothing_left(result.stdout, 2, tmp_path)
 
 
+@pytest.mark.rest
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     env = {"TMPDIR": str(tmp_path)}
     result = cluster("-H", "2x1", "--timeout", "4", "python", "-c", RANK, "pass", env=env, timeout_s=30)
@@ -374,6 +382,7 @@ if comm.node.rank == 0:
 """
 
 
+@pytest.mark.rest
 def test_a_step_sends_no_more_between_hosts_than_it_must() -> None:
     """Two levels, fp32: of two hosts each sends the half of the gradients that the other one keeps, and its half of the parameters.
 
@@ -420,6 +429,7 @@ if comm.rank == 0:
 """
 
 
+@pytest.mark.rest
 def test_checkpoints_travel_between_hosts_and_numbers_of_ranks(tmp_path: Path) -> None:
     """Saved by one rank and by 2 x 2, a file a rank, a host and in all; each loaded by 2 x 2 and by 3 ranks, bit for bit."""
     script = tmp_path / "job.py"

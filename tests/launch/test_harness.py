@@ -39,6 +39,7 @@ def test_passing_tests_are_reported_once(tmp_path: Path) -> None:
     assert "2 ranks" in result.stdout, str(result)
 
 
+@pytest.mark.rest
 def test_a_failure_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     result = pytest_under_mpi(
         tmp_path, "def test_a():\n    assert world.rank != 1, 'only here'\n\ndef test_b():\n    pass\n"
@@ -49,6 +50,7 @@ def test_a_failure_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     assert "passed on rank 0, failed on rank 1" in result.stdout, str(result)
 
 
+@pytest.mark.rest
 def test_a_failure_in_a_fixture_of_one_rank_keeps_all_from_the_test(tmp_path: Path) -> None:
     source = "@pytest.fixture\ndef thing():\n    assert world.rank == 0\n\ndef test_a(thing):\n    world.barrier()\n"
     result = pytest_under_mpi(tmp_path, source)
@@ -56,6 +58,7 @@ def test_a_failure_in_a_fixture_of_one_rank_keeps_all_from_the_test(tmp_path: Pa
     assert result.stdout.count("1 error") == 1, str(result)
 
 
+@pytest.mark.rest
 def test_a_rank_that_fails_while_others_wait_for_it_ends_the_job(tmp_path: Path) -> None:
     result = pytest_under_mpi(tmp_path, "def test_a():\n    assert world.rank != 1, 'only here'\n    world.barrier()\n")
     assert result.returncode != 0, str(result)
@@ -63,6 +66,7 @@ def test_a_rank_that_fails_while_others_wait_for_it_ends_the_job(tmp_path: Path)
     assert result.seconds < 20, str(result)
 
 
+@pytest.mark.rest
 def test_a_hang_of_one_rank_ends_with_the_stacks_of_all(tmp_path: Path) -> None:
     source = (
         "def oversleep():\n    time.sleep(600)\n\n"
@@ -78,12 +82,14 @@ def test_a_hang_of_one_rank_ends_with_the_stacks_of_all(tmp_path: Path) -> None:
     assert result.seconds < 30, str(result)
 
 
+@pytest.mark.rest
 def test_ranks_that_disagree_whether_to_skip_fail(tmp_path: Path) -> None:
     result = pytest_under_mpi(tmp_path, "def test_a():\n    if world.rank:\n        pytest.skip('not here')\n")
     assert result.returncode != 0, str(result)
     assert "different outcomes" in result.stdout, str(result)
 
 
+@pytest.mark.rest
 def test_ranks_that_collect_different_tests_run_none(tmp_path: Path) -> None:
     source = "@pytest.mark.parametrize('n', range(world.rank + 1))\ndef test_a(n):\n    pass\n"
     result = pytest_under_mpi(tmp_path, source)
@@ -92,6 +98,7 @@ def test_ranks_that_collect_different_tests_run_none(tmp_path: Path) -> None:
     assert "passed" not in result.stdout, str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_crash_of_the_last_rank_ends_the_job(tmp_path: Path, num_ranks: int) -> None:
     source = "import os\ndef test_a():\n    os._exit(3) if world.rank == world.size - 1 else world.barrier()\n"

@@ -86,6 +86,7 @@ def test_a_signal_while_the_ranks_start_is_not_lost(checkout: Path, after_s: flo
     assert result.returncode != 0 or "checkpoint 0" in result.stdout, str(result)
 
 
+@pytest.mark.rest
 def test_a_signal_before_the_ranks_have_a_handler_is_not_lost(checkout: Path) -> None:
     result = train(checkout, "--slow", when="starting", send=signal.SIGINT)
     assert result.returncode == 0, str(result)
@@ -133,6 +134,7 @@ def test_train_leaves_nothing_in_the_temporary_folder_and_takes_nothing_from_it(
     assert [path.name for path in sorted(folder.rglob("*"))] == ["ompi.20241127", "thesis.tex"]
 
 
+@pytest.mark.rest
 def test_ctrl_c_at_a_terminal_saves_and_a_second_one_ends_at_once(checkout: Path) -> None:
     """With a real terminal, as the kernel then sends SIGINT to all of the terminal's foreground group."""
     pid, terminal = pty.fork()
@@ -230,6 +232,7 @@ def test_mpirun_gets_a_folder_that_is_removed_after_it(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
 @pytest.mark.parametrize(
     ("words", "survives"),
@@ -429,6 +432,7 @@ def test_a_second_setup_costs_under_a_second(part: str) -> None:
     assert result.seconds < 1.0
 
 
+@pytest.mark.rest
 @made_by_setup
 def test_pip_would_install_what_uv_installed(tmp_path: Path) -> None:
     """uv has to look where pip is configured to look, and to take the same versions."""
@@ -457,6 +461,7 @@ comm.barrier()
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "which", extent(["of one rank", "of a job of one"], ["of one rank", "of a job of one", "on all ranks"])
 )

@@ -10,6 +10,7 @@ import pytest
 from launching import ROOT, Result, run
 
 pytestmark = [
+    pytest.mark.rest,
     pytest.mark.timeout_s(300),
     pytest.mark.skipif(not (ROOT / ".venv/bin/uv").exists(), reason="needs uv, which ./mpirun/setup installs"),
 ]

@@ -72,6 +72,7 @@ META: list[tuple[list[str | int], Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_a_meta_of_other_types(comm: Communicator, make: Make, shared_tmp: Path) -> None:
     documents = ("--data.path", str(shared_tmp / "a.jsonl"), "--data.processes", "0", "--data.heldout", "0")

@@ -10,6 +10,8 @@ from collectives import Communicator
 from mpitrain.tools.bench.network import losses
 from mpitrain.tools.bench.network.results import LossesLaunch
 
+pytestmark = pytest.mark.rest
+
 
 @pytest.mark.ranks(2)
 def test_an_interrupted_bench_of_losses_goes_on(

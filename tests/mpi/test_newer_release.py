@@ -37,6 +37,7 @@ def tell(told: Any, *, checkpoint: Path | None = None, run: Path | None = None) 
         (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_a_run_names_the_newer_release_once(
     comm: Communicator, make: Make, shared_tmp: Path, capfd: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from collectives.commands.closed_pipe import ends_with_its_reader
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "command",
     [

@@ -9,6 +9,8 @@ from launching import ROOT, Result, launch
 
 from ckpt.bench.results import BACKGROUND, DCP, LARGE, POSIX, TINY
 
+pytestmark = pytest.mark.rest
+
 
 def ckpt_bench(num_ranks: int, *arguments: str) -> Result:
     return launch(num_ranks, "-m", "ckpt", "bench", *arguments, cwd=ROOT, timeout_s=90)

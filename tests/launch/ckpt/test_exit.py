@@ -7,6 +7,8 @@ from launching import ROOT, launch
 
 import ckpt
 
+pytestmark = pytest.mark.rest
+
 PROGRAM = """
 import resource, sys
 import numpy as np

@@ -68,6 +68,7 @@ def saved(stdout: str) -> int:
     return max(int(step) for step in re.findall(r"^(?:from|saved) (\d+)\r?$", stdout, re.MULTILINE))
 
 
+@pytest.mark.rest
 @pytest.mark.timeout_s(60 + 10 * KILLS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_killed_job_loses_at_most_the_checkpoint_it_was_writing(tmp_path: Path, way: str) -> None:

@@ -22,6 +22,7 @@ def collectives(num_ranks: int, *arguments: str, cache: Path | None = None) -> R
 # bench
 
 
+@pytest.mark.rest
 def test_bench_measures_every_contestant(tmp_path: Path) -> None:
     file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     arguments = ["--op", "all", "--dtype", "float32,bfloat16", "--sizes", "20KiB", "--rounds", "3"]
@@ -54,6 +55,7 @@ def test_bench_measures_every_contestant(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.rest
 def test_bench_on_torch_tensors_and_the_overhead_of_a_call(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     arguments = ["--sizes", "1KiB", "--seconds", "0.1", "--arrays", "torch", "--overhead", "--dtype", "uint16"]
@@ -84,6 +86,7 @@ def test_a_plot_without_matplotlib_is_one_line_before_anything_is_measured(tmp_p
 # report
 
 
+@pytest.mark.rest
 def test_report_needs_no_mpi(tmp_path: Path) -> None:
     files = [str(tmp_path / f"{i}.json") for i in range(2)]
     for file in files:
@@ -127,6 +130,7 @@ def table_in_force(num_ranks: int, cache: Path) -> tuple[Table, str]:
     return Table.from_dict(json.loads(result.stdout.splitlines()[-1])), result.stderr
 
 
+@pytest.mark.rest
 def test_what_tune_has_measured_is_used_by_all_ranks_of_the_next_start(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     result = collectives(2, "tune", "--op", "broadcast,reduce", "--sizes", "1KiB,64KiB", "--seconds", "1", cache=cache)
@@ -162,6 +166,7 @@ def test_what_tune_has_measured_is_used_by_all_ranks_of_the_next_start(tmp_path:
     assert said.count("is ignored") == 1 and "remove it, or measure again" in said
 
 
+@pytest.mark.rest
 def test_tune_into_a_file_adds_to_what_it_holds(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     for num_ranks in (2, 3):
@@ -194,6 +199,7 @@ def step_bench(num_ranks: int, *arguments: str) -> Result:
     return launch(num_ranks, "-c", STEP_BENCH, *arguments, cwd=ROOT, timeout_s=90)
 
 
+@pytest.mark.rest
 def test_a_training_step_is_measured_beside_its_peers(tmp_path: Path) -> None:
     file, picture, alone_file = (tmp_path / name for name in ("a.json", "a.png", "alone.json"))
     shapes = [*TINY, "--shapes", "32x1x1,16x2x2", "--json", str(file), "--plot", str(picture)]
@@ -231,6 +237,7 @@ def test_a_training_step_is_measured_beside_its_peers(tmp_path: Path) -> None:
     assert f"{row['peak_pss_bytes'] / 1e6:,.0f}" in shown.stdout and "mpitrain / this" in shown.stdout
 
 
+@pytest.mark.rest
 def test_tensor_parallelism_is_measured_beside_torchs(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     cut = ["tensor", "sequence", "torch-tensor", "torch-sequence"]
@@ -244,6 +251,7 @@ def test_tensor_parallelism_is_measured_beside_torchs(tmp_path: Path) -> None:
         assert rows[name]["state_bytes"] < 0.7 * rows["none"]["state_bytes"]
 
 
+@pytest.mark.rest
 def test_the_overhead_of_hooks_is_that_of_each_rank_alone(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     fewer_units = f"import mpitrain.tools.bench.overhead\nmpitrain.tools.bench.overhead.UNITS = 20\n{STEP_BENCH}"

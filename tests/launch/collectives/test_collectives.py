@@ -61,6 +61,7 @@ comm.barrier() if comm.rank == 0 else comm.recv(np.zeros(1), 0)
     assert "SystemExit" not in result.stderr and "sys.exit" not in result.stderr, str(result)
 
 
+@pytest.mark.rest
 def test_a_program_s_own_hooks_are_called_before_the_job_ends() -> None:
     hooks = """
 import sys, threading
@@ -94,6 +95,7 @@ comm = collectives.world()
     assert "MPI_ABORT" not in result.stderr, str(result)
 
 
+@pytest.mark.rest
 def test_a_traceback_is_seen_where_torch_distributed_has_started() -> None:
     # Its own hook keeps what is written to stderr until ours returns, which ends the job.
     script = """
@@ -108,6 +110,7 @@ with torch_group(comm):
     assert "[rank 1] LookupError: no such column" in result.stderr, str(result)
 
 
+@pytest.mark.rest
 def test_an_error_of_all_ranks_is_printed_once_and_they_end_by_themselves() -> None:
     script = "with comm.together('reading'):\n    if comm.rank == 1:\n        raise LookupError('no such column')\n"
     result = job(3, script)
@@ -132,6 +135,7 @@ comm.barrier()
     assert "ValueError: invalid literal" in result.stderr, str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["MPITRAIN_NOTICE_S", *extent(list(CHOICES)[:1], [*CHOICES, "MPITRAIN_DEADLINE_S"])])
 def test_a_setting_that_is_none_is_an_error_of_all_ranks_at_the_start(name: str) -> None:
     script = """
@@ -167,6 +171,7 @@ def small_shm(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.rest
 def test_a_full_folder_is_a_clear_error_on_all_ranks(small_shm: Path) -> None:
     script = """
 import torch
@@ -327,12 +332,14 @@ def test_a_command_with_bad_input_ends_with_an_error(arguments: list[str], text:
     assert result.stdout == ""
 
 
+@pytest.mark.rest
 def test_bench_needs_two_ranks() -> None:
     result = collectives_alone("bench")
     assert (result.returncode, result.stdout) == (2, "")
     assert "bench needs at least two ranks: mpirun -np 2 python -m collectives bench" in result.stderr
 
 
+@pytest.mark.rest
 def test_a_rank_that_exits_by_itself_with_an_error_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "leave.py"
     script.write_text(

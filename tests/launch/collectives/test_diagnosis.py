@@ -42,6 +42,7 @@ def end_report(result: Result, first: str) -> list[str]:
     return [line.removeprefix("[rank 0] ") for line in text.splitlines() if line.startswith("[rank 0]   ")]
 
 
+@pytest.mark.rest
 def test_a_rank_that_never_comes_is_named_with_the_place_where_it_is(tmp_path: Path) -> None:
     script = f"""
 def load():
@@ -71,6 +72,7 @@ comm.all_reduce({X})
     assert "begun   world (ranks 0-2): #2 all_reduce" in files["rank-2.txt"]
 
 
+@pytest.mark.rest
 def test_ranks_in_different_operations_are_named() -> None:
     script = f"""
 group = comm.split(0)
@@ -89,6 +91,7 @@ group.recv({X}, 1 - comm.rank)
     )
 
 
+@pytest.mark.rest
 def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
     script = f"""
 comm.barrier()
@@ -115,6 +118,7 @@ ENDS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("how", extent(["return", "finalize", "sys.exit(3)"], list(ENDS)))
 def test_a_rank_that_ends_while_others_wait_for_it_ends_the_job_at_once(how: str, tmp_path: Path) -> None:
     script = f"""
@@ -142,6 +146,7 @@ else:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "waiting", ["irecv({x}, 0).wait()", *extent([], ["recv({x}, 0)", "send(np.ones(1 << 22), 0)"])]
 )
@@ -161,6 +166,7 @@ else:
     )
 
 
+@pytest.mark.rest
 def test_ranks_may_end_at_different_times() -> None:
     """While others compute, wait for each other, or finish what the one that has ended did its part of."""
     script = f"""
@@ -184,6 +190,7 @@ print("done", flush=True)
     assert (result.returncode, result.stdout.count("done"), result.stderr) == (0, 4, ""), str(result)
 
 
+@pytest.mark.rest
 def test_what_was_issued_is_carried_out_before_the_end() -> None:
     script = f"""
 work = comm.all_reduce({X}, async_op=True)
@@ -195,6 +202,7 @@ if comm.rank == 1:
         assert (result.returncode, result.stdout, result.stderr) == (0, "sum 2.0\n", ""), str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("thread", ["0", "1"])
 def test_async_op_on_some_ranks_only_is_reported(thread: str) -> None:
     script = f"""
@@ -211,6 +219,7 @@ time.sleep(60)
     ), str(result)
 
 
+@pytest.mark.rest
 def test_messages_that_nobody_holds_at_the_end_of_a_rank() -> None:
     script = """
 if comm.rank == 0:
@@ -224,6 +233,7 @@ else:
     assert (result.returncode, result.stdout, result.stderr) == (0, "[7.]\n", ""), str(result)
 
 
+@pytest.mark.rest
 def test_a_world_that_was_freed_is_made_anew() -> None:
     script = f"""
 comm.all_reduce({X}, async_op=True)
@@ -275,6 +285,7 @@ comm.barrier()
     assert "has died" not in result.stderr, str(result)
 
 
+@pytest.mark.rest
 def test_a_death_is_noticed_while_a_child_of_that_rank_lives() -> None:
     script = """
 if comm.rank == 1:
@@ -297,6 +308,7 @@ def test_a_job_that_ends_leaves_no_socket_open(end: str) -> None:
 
 
 # in a full run four of the eight, in which each two of the values meet
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("operation", "thread", "debug"),
     [
@@ -338,6 +350,7 @@ with comm.group():
     assert re.search(r"  rank 1: #2 broadcast\(.*  at <string>:10 in <module>", result.stderr), str(result)
 
 
+@pytest.mark.rest
 def test_without_threads_in_mpi_the_job_ends_too(tmp_path: Path) -> None:
     script = f"if comm.rank == 1:\n    time.sleep(60)\ncomm.all_reduce({X})\n"
     result = launch(
@@ -356,6 +369,7 @@ def test_without_threads_in_mpi_the_job_ends_too(tmp_path: Path) -> None:
     assert "another rank ends the job" in (tmp_path / "rank-1.txt").read_text()
 
 
+@pytest.mark.rest
 def test_only_waits_in_operations_count() -> None:
     """Computing, saving, an operation under way that nobody waits for yet, and waiting at the end for the others: no deadline."""
     script = f"""
@@ -376,6 +390,7 @@ print("done", flush=True)
     assert (result.stdout.count("done"), result.stderr) == (2, ""), str(result)
 
 
+@pytest.mark.rest
 def test_no_deadline_where_it_is_off() -> None:
     result = job(2, "if comm.rank == 1:\n    time.sleep(1)\ncomm.barrier()\nprint('done')\n", MPITRAIN_DEADLINE_S="0")
     assert (result.returncode, result.stdout.count("done"), result.stderr) == (0, 2, ""), str(result)
@@ -393,6 +408,7 @@ comm.all_reduce({X})
 """
 
 
+@pytest.mark.rest
 def test_sigusr2_prints_the_record_of_a_rank_that_is_stuck_in_mpi(tmp_path: Path) -> None:
     script = HEADER + SIGNALLED.format(before="", after="os.kill(os.getpid(), signal.SIGUSR1)")
     listening = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('stop asked for', flush=True))\n"
@@ -408,6 +424,7 @@ def test_sigusr2_prints_the_record_of_a_rank_that_is_stuck_in_mpi(tmp_path: Path
     assert result.stdout.count("stop asked for") == 2, "another signal's handler still works"
 
 
+@pytest.mark.rest
 def test_a_program_s_own_handler_of_sigusr2_stays() -> None:
     listening = "import signal\nsignal.signal(signal.SIGUSR2, lambda *_: print('mine', flush=True))\n"
     result = launch(2, "-c", listening + HEADER + SIGNALLED.format(before="", after=""), cwd=ROOT, timeout_s=40)
@@ -426,6 +443,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("where", extent(["outside", "in a thread"], list(ERRORS)))
 def test_the_message_of_an_error_is_the_rank_s_last_text(where: str, tmp_path: Path) -> None:
     """The table of operations comes before, and only if the rank was in one: in the error's thread, or in another one."""
@@ -453,6 +471,7 @@ comm.barrier()
     assert (tmp_path / "rank-1.txt").read_text().startswith("flight record of rank 1: ended by ")
 
 
+@pytest.mark.rest
 def test_checked_mode_finds_two_communicators_used_in_different_orders() -> None:
     script = f"""
 a, b = comm.split(0), comm.split(0)
@@ -478,6 +497,7 @@ except ValueError as error:
         )
 
 
+@pytest.mark.rest
 def test_checked_mode_with_a_rank_that_never_comes() -> None:
     script = f"if comm.rank == 1:\n    time.sleep(60)\ncomm.all_reduce({X})\n"
     result = job(2, script, MPITRAIN_DEBUG="1", MPITRAIN_DEADLINE_S="2")
@@ -486,6 +506,7 @@ def test_checked_mode_with_a_rank_that_never_comes() -> None:
     assert lines[-1] == "  => missing: rank 1 (is in no operation)"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("how", ["finalize", "finalize on one rank", "fork"])
 def test_programs_that_end_in_their_own_way(how: str) -> None:
     scripts: Mapping[str, str] = {

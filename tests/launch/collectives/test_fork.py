@@ -29,6 +29,7 @@ ENDS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_child_ends_with_its_own_exit_status_and_the_job_goes_on(num_ranks: int) -> None:
     script = f"""
@@ -65,6 +66,7 @@ comm.barrier()
     assert result.stderr.count("call collectives.world() before mpi4py.MPI is imported") == 1, str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("how", ["script.py", "-mscript"])
 def test_a_child_that_comes_to_the_end_of_the_script(how: str, tmp_path: Path) -> None:
     script = """
@@ -79,6 +81,7 @@ if pid:
     assert (result.returncode, result.stdout, result.stderr) == (0, "status 0\n", ""), str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("thread", ["0", "1"])
 def test_a_child_cannot_use_its_parent_s_communicator(thread: str) -> None:
     script = """

@@ -61,6 +61,7 @@ def said(result: Result) -> list[str]:
     return sorted(re.findall(r"rank \d: (?:destroyed|aborted).*|left to the .*|SAW.*", result.stderr))
 
 
+@pytest.mark.rest
 def test_a_rank_that_never_connects_is_named() -> None:
     """The others wait for it in a step that the flight record lists, so that the deadline ends it."""
     script = """
@@ -75,6 +76,7 @@ comm.all_reduce(full(1))
     assert "missing: rank 0" in result.stderr, str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "end", ["pass", "comm.free()", *extent([], ["sys.exit()", "MPI.Finalize()", "raise SystemExit(0)"])]
 )
@@ -127,6 +129,7 @@ time.sleep(30)
     assert result.seconds < 25, str(result)
 
 
+@pytest.mark.rest
 def test_an_abort_that_hangs_does_not_keep_the_job() -> None:
     result = job("comm.all_reduce(full(1))\nTold.abort = lambda self: time.sleep(60)\n1 / 0")
     assert result.returncode != 0, str(result)
@@ -163,6 +166,7 @@ if comm.rank == 1:
     assert said(result) == ["rank 0: aborted", "rank 1: aborted"], str(result)
 
 
+@pytest.mark.rest
 def test_mpi_without_threads() -> None:
     """Ranks that cannot talk to each other meanwhile still end together."""
     script = """
@@ -182,6 +186,7 @@ time.sleep(0.5 * comm.rank)
     assert said(result) == ["rank 0: destroyed", "rank 1: destroyed"], str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
 def test_after_a_loss_the_communicators_are_aborted_and_made_again() -> None:
     """The host waits for a stream whose kernel waits for the lost rank, in no call of this library: an abort lets it go on."""
@@ -243,6 +248,7 @@ other.all_reduce(full(1))
     assert said(result) == ["rank 0: destroyed", "rank 1: destroyed"], str(result)
 
 
+@pytest.mark.rest
 def test_a_watch_that_sees_an_error_ends_the_job() -> None:
     """The thread itself."""
     script = """

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, Result, is_open_mpi, job_environment, run
 
+pytestmark = pytest.mark.rest
+
 pytest.importorskip("jax", reason="JAX is not installed (pip install 'mpitrain[jax]')")
 
 if (os.cpu_count() or 1) < 2:

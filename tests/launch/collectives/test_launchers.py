@@ -8,6 +8,8 @@ from launching import ROOT, is_open_mpi, launch, run
 
 from collectives.transports.segments import EAGER_BYTES
 
+pytestmark = pytest.mark.rest
+
 MPICH = ROOT / ".venv/mpich/bin/mpirun"
 
 # What Open MPI itself says of the setting, by MPI's interface for tools, which mpi4py does not wrap.

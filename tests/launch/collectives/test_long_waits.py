@@ -3,8 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
 from launching import ROOT, launch, without_names
 from main_job import SETTINGS
+
+pytestmark = pytest.mark.rest
 
 EXIT_CODE = 124
 JOB = """

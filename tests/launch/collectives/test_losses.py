@@ -81,6 +81,7 @@ BANNERS = "MPI_ABORT was invoked|prterun noticed|prterun has exited|BAD TERMINAT
         ),
     ],
 )
+@pytest.mark.rest
 def test_all_ranks_end_and_the_report_comes_first(mpi: str, end: str, tmp_path: Path) -> None:
     script = f"""
 time.sleep(0.6)
@@ -187,6 +188,7 @@ def check_report(result: Result, kinds: list[str], *, limit_s: float, load: Othe
     assert "dead" not in text.replace("deadline", ""), str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("mpi", ["openmpi", *extent([], ["mpich"])])
 def test_each_rank_that_does_not_come_is_named_in_time(mpi: str, tmp_path: Path) -> None:
     kinds = ["wait", "sleep", "stop", "gil", "io", "skip"]
@@ -196,6 +198,7 @@ def test_each_rank_that_does_not_come_is_named_in_time(mpi: str, tmp_path: Path)
     check_report(run([*line, ",".join(kinds)], cwd=ROOT, env=env, timeout_s=60), kinds, limit_s=2.0, load=load)
 
 
+@pytest.mark.rest
 def test_each_rank_that_does_not_come_is_named_in_time_on_two_hosts(tmp_path: Path) -> None:
     need_namespaces()
     kinds = ["wait", "sleep", "wait", "stop", "io", "gil"]
@@ -208,6 +211,7 @@ def test_each_rank_that_does_not_come_is_named_in_time_on_two_hosts(tmp_path: Pa
 # The launcher dies
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich", *extent([], ["mpich by mpirun/train"])])
 def test_ranks_whose_mpirun_was_killed_end_and_write_nothing(mpi: str, tmp_path: Path) -> None:
     script = """
@@ -256,6 +260,7 @@ def is_running(pid: int) -> bool:
 # Hosts
 
 
+@pytest.mark.rest
 def test_a_death_on_another_host_is_reported_at_once() -> None:
     need_namespaces()
     script = """
@@ -273,6 +278,7 @@ time.sleep(30)
     assert killed and time.time() - float(killed[1]) < 0.3 + ENDS_S, str(result)
 
 
+@pytest.mark.rest
 def test_a_job_ends_if_a_stuck_rank_is_alone_on_its_host() -> None:
     """The other ranks would go on without it, but nobody on its host can end it."""
     need_namespaces()
@@ -296,6 +302,7 @@ comm.barrier()
     assert stopped and time.time() - float(stopped[1]) < 2.0 + 4 * ENDS_S, str(result)
 
 
+@pytest.mark.rest
 def test_a_cut_link_ends_the_ranks_on_both_sides(tmp_path: Path) -> None:
     """The ranks write to files: mpirun cannot forward what the other side prints. mpirun itself waits for that host for ever."""
     need_namespaces()

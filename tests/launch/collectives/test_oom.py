@@ -48,6 +48,7 @@ comm.barrier()
     return result.stderr
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not is_open_mpi(), reason="the tasks take their numbers from Open MPI's mpirun")
 def test_the_kill_of_a_rank_is_named_with_the_limit_and_a_later_one_by_hand_is_not(
     group: LimitedGroup, tmp_path: Path

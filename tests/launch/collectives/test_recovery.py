@@ -67,6 +67,7 @@ def seconds(result: Result) -> list[float]:
     return [after - before for before, after in zip(times[::2], times[1::2], strict=True)]
 
 
+@pytest.mark.rest
 def test_ranks_that_end_by_themselves_are_lost_and_the_others_go_on() -> None:
     """An exit of Python's, also in a thread, an uncaught SystemExit, and the end of the script."""
     ways = """[
@@ -128,6 +129,7 @@ def stopped_in(place: str) -> Result:
     return launch(4, *command, options=["--with-ft", "ulfm"], cwd=ROOT, env=env, timeout_s=80)
 
 
+@pytest.mark.rest
 def test_a_rank_that_stops_while_the_new_world_is_made_is_lost_too() -> None:
     result = stopped_in("start.Communicator")
     assert result.returncode == 0 and result.stdout.count("left 2") == 2, str(result)

@@ -3,6 +3,8 @@
 import pytest
 from launching import ROOT, launch
 
+pytestmark = pytest.mark.rest
+
 HEADER = """
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -36,6 +36,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_rank_of_a_version_that_does_not_meet_is_named(silent: int, old: Path, tmp_path: Path) -> None:
     result = job(*((old, ROOT) if silent == 0 else (ROOT, old)), cwd=tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from extent import extent
 from launching import ROOT, launch
 
-pytestmark = pytest.mark.timeout_s(240)
+pytestmark = [pytest.mark.rest, pytest.mark.timeout_s(240)]
 
 # The main job, and then the most that each rank held. Private pages are counted at their peak: the kernel keeps that of all pages
 # (VmHWM), and shared memory and files do not shrink. Pages of shared memory count by PSS, those of libraries as if this job alone

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from launching import ROOT, launch
 
-pytestmark = pytest.mark.timeout_s(240)
+pytestmark = [pytest.mark.rest, pytest.mark.timeout_s(240)]
 
 # The model of the main job, trained for two steps. Printed for each rank: bytes of its shards, and how much its share of the
 # machine's memory (PSS: a page that k processes map counts 1/k for each) grew from before the model to after the steps. Without the

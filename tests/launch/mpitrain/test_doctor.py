@@ -15,6 +15,8 @@ from launching import ROOT, Result, clean_environment, is_open_mpi, launch, run
 
 from mpitrain.tools.doctor.checks import CHECKS
 
+pytestmark = pytest.mark.rest
+
 MPICH = ROOT / ".venv/mpich/bin/mpirun"
 DOCTOR = ("-m", "mpitrain", "doctor")
 

@@ -17,6 +17,8 @@ from tokenizer_files import byte_pairs
 from mpitrain import cli
 from mpitrain.job.data.streaming.packing import Packing
 
+pytestmark = pytest.mark.rest
+
 SETTINGS = (
     "--model.width",
     "32",

@@ -97,6 +97,7 @@ def assert_ended_as(job: BenchJob, undisturbed: Path) -> None:
     assert not (job.run / ".lock").exists()
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start, undisturbed: Path) -> None:
     """4 ranks, then 3, of which each has another number of rows, then 2 without rank 0. With one rank the job ends; its copies stay.
@@ -142,6 +143,7 @@ def test_ranks_are_killed_one_after_another_until_too_few_are_left(start: Start,
     assert again.events("shrink")[-1]["ranks"] == 2
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_a_run_on_documents_goes_on_with_the_same_batches(start: Start, tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"all work and no play makes {n} dull documents. " * (n % 5 + 1)}) for n in range(200)]
@@ -156,6 +158,7 @@ def test_a_run_on_documents_goes_on_with_the_same_batches(start: Start, tmp_path
     assert "2 ranks go on from step" in job.output
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_tensor_ranks_go_on_with_an_idle_rank_and_without_a_stopped_one(start: Start, undisturbed: Path) -> None:
     job = start(4, "--parallel.tensor", "2", MPITRAIN_DEADLINE_S="3")
@@ -178,6 +181,7 @@ def test_tensor_ranks_go_on_with_an_idle_rank_and_without_a_stopped_one(start: S
     assert job.events("failure")[1]["pid"] == stopped
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_a_rank_that_was_idle_from_the_start_gets_work(start: Start, undisturbed: Path) -> None:
     job = start(3, "--parallel.tensor", "2")
@@ -188,6 +192,7 @@ def test_a_rank_that_was_idle_from_the_start_gets_work(start: Start, undisturbed
     assert_ended_as(job, undisturbed)
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_a_copy_is_left_out_between_outer_steps_and_returns(start: Start) -> None:
     """Three copies train apart, then two. The same command on three ranks goes on with three."""
@@ -254,6 +259,7 @@ def sums(output: str) -> list[float]:
     return [float(line.split()[1]) for line in output.splitlines() if line.startswith("sum")]
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_a_loop_goes_on_after_an_exception_of_one_rank_and_a_death(room: Path) -> None:
     env = {"PYTHONPATH": str(ROOT), "MPITRAIN_SHM_DIR": str(room)}
@@ -298,6 +304,7 @@ survive(attempt, collectives.world(), axes={}, progress=lambda: RankProgress(ste
 """
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_an_error_that_comes_back_at_the_same_step_does_not_take_all_ranks() -> None:
     result = launch(4, "-c", BAD_ROW, options=["--with-ft", "ulfm"], env={"PYTHONPATH": str(ROOT)}, timeout_s=60)
@@ -313,6 +320,7 @@ def read_head(file: Path) -> bytes:
         return opened.read(8)
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_the_example_goes_on_after_a_kill(room: Path) -> None:
     """The rank dies after the second copy of the state. The example has fewer steps here."""
@@ -336,6 +344,7 @@ def test_the_example_goes_on_after_a_kill(room: Path) -> None:
     assert list(room.iterdir()) == []
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_a_job_that_is_not_elastic_takes_the_copies_over_into_a_checkpoint(
     start: Start, undisturbed: Path, corpus: Path
@@ -354,6 +363,7 @@ def test_a_job_that_is_not_elastic_takes_the_copies_over_into_a_checkpoint(
     np.testing.assert_allclose(losses(job.run), losses(undisturbed), rtol=1e-5, err_msg=str(result))
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_an_error_of_all_ranks_with_work_is_one_line_also_with_an_idle_rank(tmp_path: Path, corpus: Path) -> None:
     words = ["--run", str(tmp_path / "run"), "--data.path", str(corpus), *SETTINGS, *ELASTIC]
@@ -365,6 +375,7 @@ def test_an_error_of_all_ranks_with_work_is_one_line_also_with_an_idle_rank(tmp_
     assert "Traceback" not in result.stderr and "MPI_ABORT" not in result.stderr, str(result)
 
 
+@pytest.mark.rest
 @needs_open_mpi
 def test_with_too_little_node_memory_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:
     words = ["--run", str(tmp_path / "run"), "--data.path", str(corpus), *SETTINGS, *ELASTIC, "--train.steps", "12"]
@@ -382,6 +393,7 @@ def test_with_too_little_node_memory_one_line_says_so_and_the_job_trains(tmp_pat
     assert len(losses(tmp_path / "run")) == 12
 
 
+@pytest.mark.rest
 def test_without_ulfm_one_line_says_so_and_the_job_trains(tmp_path: Path, corpus: Path) -> None:
     words = ["--run", str(tmp_path / "run"), "--data.path", str(corpus), *SETTINGS, *ELASTIC, "--train.steps", "3"]
     result = launch(2, "-m", "mpitrain", *words)

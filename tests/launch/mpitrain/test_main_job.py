@@ -122,6 +122,7 @@ def test_losses_are_those_of_a_plain_loop(
     assert plain[0][-1] < plain[0][0] - 1.5  # it learned something, so that there was something to compare
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("num_ranks", "args", "tolerance"),
     [
@@ -143,6 +144,7 @@ def test_so_they_are_with_other_memory_micro_batches_and_bf16(
     np.testing.assert_allclose(heldout_losses(tmp_path / "run"), plain[1], **tolerance)
 
 
+@pytest.mark.rest
 def test_a_llama_is_stopped_and_goes_on_with_its_heads_of_keys_on_both_ranks(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +202,7 @@ def test_a_run_stopped_by_a_signal_goes_on_to_the_same_bits(corpus: Path, tmp_pa
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+@pytest.mark.rest
 def test_stopped_between_a_step_and_its_evaluation(corpus: Path, tmp_path: Path) -> None:
     """The evaluation is made up for, so that metrics.jsonl is that of the uninterrupted run."""
     folder, stop_file = tmp_path / "run", tmp_path / "stop"
@@ -229,6 +232,7 @@ runpy.run_module("mpitrain", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.rest
 def test_a_signal_while_torch_is_imported_is_not_lost(corpus: Path, tmp_path: Path) -> None:
     script = tmp_path / "slow_start.py"
     script.write_text(SLOW_START)
@@ -242,6 +246,7 @@ def test_a_signal_while_torch_is_imported_is_not_lost(corpus: Path, tmp_path: Pa
     assert ckpt.latest(tmp_path / "run/checkpoints") is not None
 
 
+@pytest.mark.rest
 def test_ctrl_c_to_mpirun_train_saves_and_ends(corpus: Path, tmp_path: Path) -> None:
     """The script and the real job together; the script's own tests are in test_scripts.py."""
     checkout = tmp_path / "checkout"
@@ -261,6 +266,7 @@ def test_ctrl_c_to_mpirun_train_saves_and_ends(corpus: Path, tmp_path: Path) -> 
     assert said is not None and newest is not None and newest.name == f"step-{int(said[1]):08d}", str(result)
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not is_open_mpi(), reason="MPICH's mpirun leaves its ranks the time to save")
 def test_ctrl_c_to_open_mpi_s_mpirun_says_what_is_lost_and_what_to_do(corpus: Path, tmp_path: Path) -> None:
     result = train(2, tmp_path / "run", corpus, "--train.steps", "100000", when="step 5/", send=signal.SIGINT)
@@ -271,6 +277,7 @@ def test_ctrl_c_to_open_mpi_s_mpirun_says_what_is_lost_and_what_to_do(corpus: Pa
     )
 
 
+@pytest.mark.rest
 def test_ctrl_c_after_the_last_checkpoint_ends_the_job_and_promises_nothing(corpus: Path, tmp_path: Path) -> None:
     """While it writes its sample: there is no step to end."""
     args = command(tmp_path / "run", corpus, "--train.steps", "3", "--train.sample-bytes", "1000000")
@@ -341,6 +348,7 @@ def test_all_ranks_killed_and_started_again(corpus: Path, tmp_path: Path, whole_
     assert [path.name for path in (folder / "checkpoints").glob(".*")] == [], "the dead job's remains were not removed"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_ranks", extent([3], [1, 3]))
 def test_a_run_saved_by_four_ranks_goes_on_with(
     num_ranks: int, corpus: Path, tmp_path: Path, whole_run: WholeRun
@@ -399,6 +407,7 @@ def test_what_a_run_leaves(whole_run: WholeRun, corpus: Path) -> None:
     assert meta["config"] == (folder / "config.toml").read_text()
 
 
+@pytest.mark.rest
 def test_never_begins_anew_beside_the_old_run_and_keeps_the_last_checkpoints(
     corpus: Path, tmp_path: Path, whole_run: WholeRun
 ) -> None:
@@ -423,12 +432,14 @@ def test_never_begins_anew_beside_the_old_run_and_keeps_the_last_checkpoints(
     assert kept == ["latest", "step-00000008", "step-00000009"]
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not h5py.get_config().mpi, reason="this h5py was built without parallel HDF5")
 def test_checkpoints_by_parallel_hdf5_are_the_same(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
     trained(2, tmp_path / "run", corpus, "--checkpoint.driver", "mpio-collective", "--checkpoint.files", "one")
     assert_same_end(tmp_path / "run", whole_run(2))
 
 
+@pytest.mark.rest
 def test_evaluation_alone(corpus: Path, tmp_path: Path, whole_run: WholeRun) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole_run(2), folder)
@@ -456,6 +467,7 @@ def sampled_here(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.rest
 def test_sample_needs_no_mpi_and_repeats_itself(whole_run: WholeRun, capsys: pytest.CaptureFixture[str]) -> None:
     folder = whole_run(2)
     options = ("--checkpoint", str(folder), "--bytes", "40")
@@ -491,6 +503,7 @@ def test_sample_refuses_in_one_line(
     assert said.startswith("mpitrain: error: ") and message in said and said.count("\n") == 1
 
 
+@pytest.mark.rest
 def test_one_process_without_mpirun_trains(corpus: Path, tmp_path: Path) -> None:
     words = [sys.executable, *command(tmp_path / "run", corpus, "--train.steps", "3")]
     result = run(words, cwd=ROOT)

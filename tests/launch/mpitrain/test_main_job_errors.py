@@ -15,7 +15,7 @@ from main_job import assert_same_end, command, error_line, losses, train, traine
 import ckpt
 from benchmarks.chaos.disk import small_disk
 
-pytestmark = pytest.mark.timeout_s(240)
+pytestmark = [pytest.mark.rest, pytest.mark.timeout_s(240)]
 
 WholeRun = Callable[[int], Path]
 

@@ -15,7 +15,7 @@ from main_job import STEPS, heldout_losses, losses, metrics, train, trained
 import ckpt
 from mpitrain.view.diff.diff_command import main as diff
 
-pytestmark = pytest.mark.timeout_s(300)
+pytestmark = [pytest.mark.rest, pytest.mark.timeout_s(300)]
 
 # Relative. The ranks add parts of products in another order. Measured over the 60 steps: up to 3e-7.
 TOLERANCE = 1e-5

@@ -6,8 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from launching import ROOT, run
 from main_job import metrics, trained
+
+pytestmark = pytest.mark.rest
 
 HOOKS = ROOT / "examples/hooks.py"
 

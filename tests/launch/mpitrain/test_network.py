@@ -8,6 +8,8 @@ from hosts import cluster, need_namespaces
 
 from mpitrain.tools.bench.network.results import WireLaunch
 
+pytestmark = pytest.mark.rest
+
 RATIOS = {"fp32": (1, 1), "bf16": (0.49, 0.505), "int8": (0.25, 0.26)}
 """Of bytes: with a byte of each element, and 4 of each block of 256, int8 takes 0.254."""
 

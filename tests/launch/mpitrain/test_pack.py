@@ -156,6 +156,7 @@ def test_the_command_refuses_what_it_would_destroy(
     assert int(all_files) == int(few) + 2  # the module and its compiled code
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(
     shutil.which("strace") is None, reason="needs strace, which ./mpirun/setup test installs as root on Debian"
 )

@@ -5,6 +5,8 @@ import re
 import pytest
 from launching import ROOT, Result, launch, without_names
 
+pytestmark = pytest.mark.rest
+
 SCRIPT = """
 import time, torch, collectives
 from mpitrain.models import GPT, GPTConfig

@@ -11,6 +11,8 @@ from launching import Result, launch
 from main_job import metrics
 from s3_server import s3_server
 
+pytestmark = pytest.mark.rest
+
 zstandard = pytest.importorskip("zstandard")
 
 NUM_SHARDS, DOWN_S = 48, 5.0

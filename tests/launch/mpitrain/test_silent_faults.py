@@ -4,9 +4,12 @@ import os
 import platform
 from pathlib import Path
 
+import pytest
 from launching import launch
 from main_job import command
 from run_events import faults
+
+pytestmark = pytest.mark.rest
 
 FLIP = """
 import sys

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, is_open_mpi, run
 
+pytestmark = pytest.mark.rest
+
 ROWS = [("resumed", 3, 0), ("resumed", 1, 3), ("killed", 4, 0)]
 """Case, ranks, and the step after which a run begins."""
 

@@ -32,6 +32,7 @@ def on_slurm(event: str, folder: Path, run_folder: Path, script: Path, *argument
     return cluster(*options, "--", sys.executable, *map(str, words), env=env, timeout_s=timeout_s)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("script", extent(["elastic"], ["elastic", "train"]))
 def test_a_job_that_is_cancelled_saves_the_step_in_progress(tmp_path: Path, corpus: Path, script: str) -> None:
     folder = tmp_path / "run"

@@ -81,6 +81,7 @@ def test_after_the_kill_of_mpirun_the_run_goes_on_as_if_undisturbed(
     assert 20 < relaunch["step"] <= STEPS and 0 < relaunch["cost_s"] < 60
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not is_open_mpi(), reason="ULFM is a part of Open MPI")
 def test_a_relaunch_of_an_elastic_run_goes_on_from_copies_although_the_command_names_a_checkpoint(
     tmp_path: Path, corpus: Path, whole_run: Callable[[int], Path]
@@ -143,6 +144,7 @@ sys.exit(job.wait())
     return script
 
 
+@pytest.mark.rest
 def test_after_the_loss_of_a_host_the_run_goes_on_on_the_other(
     tmp_path: Path, head: Path, corpus: Path, whole_run: Callable[[int], Path]
 ) -> None:
@@ -188,6 +190,7 @@ def stop_asked():
 """
 
 
+@pytest.mark.rest
 def test_a_host_that_answers_again_rejoins(tmp_path: Path) -> None:
     need_namespaces()
     """The links of both hosts are down at the start. That of host2 is up once the run trains on host1 alone."""
@@ -239,6 +242,7 @@ def test_the_last_text_is_the_report_and_what_follows(tmp_path: Path) -> None:
     assert result.stderr.count("fell in launch 1") == 1, str(result)
 
 
+@pytest.mark.rest
 def test_a_job_that_stands_still_is_ended_and_started_again(tmp_path: Path) -> None:
     script = PROGRAM + (
         "run.alive('training', 1); run.alive('training', 2)\n"
@@ -256,6 +260,7 @@ def test_a_job_that_stands_still_is_ended_and_started_again(tmp_path: Path) -> N
     assert not (folder / ".stop").exists()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("when", ["launch 1", "trains"])
 def test_a_request_to_stop_is_not_lost(tmp_path: Path, when: str) -> None:
     script = PROGRAM + (
@@ -409,6 +414,7 @@ def test_refused_settings_are_not_tried_again(tmp_path: Path, corpus: Path) -> N
     assert "these settings are refused" in result.stderr.splitlines()[-1], str(result)
 
 
+@pytest.mark.rest
 def test_a_folder_that_another_job_holds_may_become_free(tmp_path: Path, corpus: Path) -> None:
     (folder := tmp_path / "run").mkdir()
     lock = FolderLock(folder)

@@ -7,8 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from launching import ROOT, launch, run
 from main_job import error_line, losses
+
+pytestmark = pytest.mark.rest
 
 WORDS = sorted({word for line in Path(__file__).read_text().splitlines() for word in line.split()})
 

@@ -6,9 +6,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from launching import Result, run
 from main_job import metrics, train
 from trace_checks import checked
+
+pytestmark = pytest.mark.rest
 
 
 def test_a_trace_during_a_run(tmp_path: Path, corpus: Path) -> None:

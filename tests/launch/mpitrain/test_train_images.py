@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
 from launching import ROOT, launch
+
+pytestmark = pytest.mark.rest
 
 
 def test_the_example_learns_and_goes_on(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def full(name):
     return np.random.default_rng(size).normal(size=size).astype(ml_dtypes.bfloat16).reshape(SHAPES[name])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "options",
     [

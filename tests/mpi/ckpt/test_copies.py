@@ -49,6 +49,7 @@ def small_files(comm):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("files", "driver"), [("rank", "posix"), ("one", "posix"), ("one", "mpio")])
 def test_ranks_copy_what_they_wrote(comm, shared_tmp, place, files, driver, background):

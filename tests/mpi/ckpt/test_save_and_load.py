@@ -115,6 +115,7 @@ def test_ranks_may_ask_for_different_parts(comm, shared_tmp):
 # Files and drivers
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("files", "driver"), spread(["rank", "node", "one", 2, 1000], ["posix", "mpio", "mpio-collective"])

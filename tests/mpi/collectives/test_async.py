@@ -435,6 +435,7 @@ def test_blocking_messages_to_oneself_that_would_never_end(flying: Communicator)
         flying.recv(into, me)  # that one message is gone
 
 
+@pytest.mark.rest
 def test_soak_of_mixed_calls_on_two_communicators(flying: Communicator) -> None:
     """2,000 operations (20,000 in a full run) of all kinds, on many sizes and types, some in flight, on two communicators in turn."""
     n, rank = flying.size, flying.rank

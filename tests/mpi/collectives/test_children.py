@@ -8,6 +8,8 @@ import pytest
 
 from collectives import Communicator
 
+pytestmark = pytest.mark.rest
+
 PROGRAM = """
 import multiprocessing, os, collectives
 for is_spawned in (True, False):  # as multiprocessing has it while it imports the main program

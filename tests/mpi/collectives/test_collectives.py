@@ -115,6 +115,7 @@ def kinds(group: Communicator, algorithm: str, kind: str) -> tuple[str, ...]:
     return ("", kind) if algorithm == "auto" else ("", kind, "mixed")  # "auto" goes by it: all ranks need the same
 
 
+@pytest.mark.rest
 def test_all_reduce(group: Communicator) -> None:
     for algorithm in algorithms(group, "all_reduce"):
         for kind in kinds(group, algorithm, "empty"):
@@ -126,6 +127,7 @@ def test_all_reduce(group: Communicator) -> None:
                     assert same(x, reduced(op, row, size, group.size)), (row.name, op, size, algorithm, kind)
 
 
+@pytest.mark.rest
 def test_reduce_scatter(group: Communicator) -> None:
     n, rank = group.size, group.rank
     for algorithm in algorithms(group, "reduce_scatter"):
@@ -140,6 +142,7 @@ def test_reduce_scatter(group: Communicator) -> None:
                     assert same(x, inputs(op, row, size * n, rank)), "x is left as it was"
 
 
+@pytest.mark.rest
 def test_all_gather(group: Communicator) -> None:
     for algorithm in algorithms(group, "all_gather"):
         for kind in kinds(group, algorithm, "shared")[:2]:
@@ -167,6 +170,7 @@ def uneven(n: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.rest
 def test_uneven_counts(group: Communicator) -> None:
     n, rank = group.size, group.rank
     for counts in uneven(n):
@@ -198,6 +202,7 @@ def test_reduce_scatter_into_its_own_place(group: Communicator) -> None:
                 assert same(out, reduced("sum", row, 5 * n, n)[5 * rank :][:5]), (algorithm, kind)
 
 
+@pytest.mark.rest
 def test_broadcast_and_reduce_for_every_root(group: Communicator) -> None:
     n, rank = group.size, group.rank
     for turn, (row, maker) in enumerate(makers(group)):
@@ -215,6 +220,7 @@ def test_broadcast_and_reduce_for_every_root(group: Communicator) -> None:
                     assert same(x, expected), (row.name, root, size, algorithm, op)
 
 
+@pytest.mark.rest
 def test_gather_and_scatter(group: Communicator) -> None:
     n, rank = group.size, group.rank
     for turn, (row, maker) in enumerate(makers(group)):
@@ -294,6 +300,7 @@ def test_an_all_gather_into_one_array_of_the_node(group: Communicator) -> None:
             assert np.array_equal(out, expected), (algorithm, is_in_place)
 
 
+@pytest.mark.rest
 def test_what_is_only_moved(group: Communicator) -> None:
     n, rank = group.size, group.rank
     makers = [(row, lambda row=row, **options: Maker(group, row, "numpy", **options)) for row in MOVED.values()]
@@ -372,6 +379,7 @@ def random_data(row: DType, size: int, rank: int) -> np.ndarray:
     return np.random.default_rng([rank, size]).standard_normal(size).astype(row.numpy)
 
 
+@pytest.mark.rest
 def test_random_data_is_reduced_to_the_same_bits_on_all_ranks_and_every_time(group: Communicator) -> None:
     for row in (TABLE[name] for name in FLOATS):
         for size in (LARGE, BLOCK_BYTES // 2 + 77):

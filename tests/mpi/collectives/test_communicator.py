@@ -533,6 +533,7 @@ def test_checked_mode_numbers_the_calls_of_each_communicator(checked: Communicat
     group.free()
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_checked_mode_waits_for_a_rank_that_is_slow(checked: Communicator) -> None:
     """Longer than the time after which the monitors look for ranks in different orders; not an error."""

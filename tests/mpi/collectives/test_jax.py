@@ -48,6 +48,7 @@ REDUCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_values(comm: Communicator, wrap: Any) -> None:
@@ -64,6 +65,7 @@ def test_values(comm: Communicator, wrap: Any) -> None:
     assert wrap(lambda x: cj.all_reduce(x, comm))(jnp.float32(rank)) == n * (n - 1) / 2
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_every_dtype_with_and_without_64_bits(comm: Communicator) -> None:
     for wide in (False, True):
@@ -116,6 +118,7 @@ def test_control_flow(comm: Communicator) -> None:
     np.testing.assert_array_equal(jax.jit(branch)(-jnp.ones(3)), np.full(3, -2))
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2, 3)
 def test_gradients_are_those_of_the_sum_of_all_ranks_results(comm: Communicator) -> None:
     """Rank r's result weighs the output with (r + 1) w."""
@@ -189,6 +192,7 @@ def test_derivatives_in_loops_and_of_higher_order(comm: Communicator) -> None:
     np.testing.assert_array_equal(jax.jit(jax.hessian(cube))(x), np.diag(6 * n**3 * np.arange(3)))
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_forward_mode_and_vmap(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
@@ -210,6 +214,7 @@ def test_forward_mode_and_vmap(comm: Communicator) -> None:
         np.testing.assert_array_equal(grads[1], jax.grad(lambda x, f=f: (f(x) ** 2).sum())(t))
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_what_has_no_derivative_says_so_when_traced(comm: Communicator) -> None:
     x = jnp.ones(2 * comm.size)
@@ -374,6 +379,7 @@ def jitted(comm: Communicator) -> int:
     return log_of_jitted(comm).sequence
 
 
+@pytest.mark.rest
 def test_jitted_operations_beside_asynchronous_ones(comm: Communicator) -> None:
     """These are the caller's thread's or the progress thread's: a thread of JAX never carries one out."""
     for progress in (Deferred(), Thread()):

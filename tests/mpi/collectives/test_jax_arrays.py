@@ -61,6 +61,7 @@ def check(result: Any, expected: np.ndarray, case: Any) -> None:
     assert np.asarray(result).tobytes() == expected.tobytes(), case
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_reductions(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
@@ -80,6 +81,7 @@ def test_reductions(comm: Communicator) -> None:
     check(average, np.full((2, 3), (n - 1) / 2).astype(average.dtype), "avg, and the shape is kept")
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_moves(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank

@@ -50,6 +50,7 @@ def test_messages_go_on_while_a_rank_waits(comm: Communicator, meet: Callable[[]
         meet()
 
 
+@pytest.mark.rest
 def test_a_long_wait_leaves_the_core_to_others(comm: Communicator) -> None:
     if comm.size == 1:
         pytest.skip("one rank waits for nobody")

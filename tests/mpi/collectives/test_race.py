@@ -31,6 +31,7 @@ def carry_out(comm: Communicator, operation: str, dtype: np.dtype) -> list[bytes
     return [x.tobytes(), out.tobytes(), part.tobytes()]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "int16"])
 def test_both_ways_give_the_same_bits(comm: Communicator, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from collectives.progress.work import Work
 NUM_THREADS = 4
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", [Deferred, Thread])
 def test_threads_with_communicators_of_their_own(comm: Communicator, kind: type[Deferred | Thread]) -> None:
     """All in one process, with asynchronous operations, whatever order the threads run in."""

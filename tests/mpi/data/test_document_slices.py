@@ -73,6 +73,7 @@ def whole(mine: Sequence[MicroBatch], comm: Communicator) -> Iterator[np.ndarray
     return map(np.concatenate, zip(*(of_all[number] for number in range(SLICES)), strict=True))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("packing", "lanes"), [("cut", "8"), ("whole", "4")])
 def test_slices_are_the_batches_of_one_process(comm: Communicator, table: Path, packing: str, lanes: str) -> None:
     config = settings(table, "--train.slices", str(SLICES), "--data.packing", packing, "--data.lanes", lanes)
@@ -160,6 +161,7 @@ def figures(run: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 3, 4)
 def test_a_run_that_stops_and_goes_on_at_another_number_of_ranks(
     comm: Communicator, table: Path, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch

@@ -97,6 +97,7 @@ def test_each_rank_reads_its_own_slices(kind: type[Any], comm: Communicator) -> 
     itself.free()
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_workers_are_plain_programs_that_make_the_same_batches(comm: Communicator) -> None:
     expected = [whole(batch, comm) for batch in first(5, batches(Stream(7), comm, batch=2))]
@@ -107,6 +108,7 @@ def test_workers_are_plain_programs_that_make_the_same_batches(comm: Communicato
     assert [(ranks.tolist(), has_mpi.tolist()) for *_, ranks, has_mpi in made] == [([-1], [False])] * 5
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_a_killed_worker_is_an_error_on_all_ranks(comm: Communicator) -> None:
     made = batches(Deadly(8), comm, batch=2, shuffle=False, workers=1)

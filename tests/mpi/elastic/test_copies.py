@@ -72,6 +72,7 @@ def trained(comm: Communicator, way: str, optimizer: str, steps: int = 3) -> tup
     return model, made
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("way", "optimizer"), CASES if FULL or MPI.COMM_WORLD.size == 2 else CASES[MPI.COMM_WORLD.size % 3 :: 3]
 )
@@ -122,6 +123,7 @@ def test_fewer_ranks_load_a_state(comm: Communicator, run: str, shared_tmp: Path
     assert tensors_of(shared_tmp / "before") == tensors_of(shared_tmp / "after")
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 def test_a_cut_model_is_loaded_in_another_layout(comm: Communicator, run: str, shared_tmp: Path) -> None:
     """tp=2, then all ranks shard the model, and back."""

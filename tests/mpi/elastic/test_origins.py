@@ -11,6 +11,8 @@ from mpitrain.job.elastic.copies.holding import remove_all
 from mpitrain.job.elastic.lease import read_lease
 from mpitrain.job.train.trainer import Trainer
 
+pytestmark = pytest.mark.rest
+
 ELASTIC = ("--train.elastic", "true", "--train.copy-every", "3")
 
 

@@ -41,6 +41,7 @@ def test_the_model_gives_freed_memory_out_again_in_the_order_of_its_stream() -> 
     assert y.tolist() == [POISON] * 4
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("nccl_first", [True, False])
 def test_arrays_live_until_somebody_has_waited(gpu: Gpu, nccl_first: bool) -> None:
     """Source and result, also where nobody else holds them, and no longer."""
@@ -64,6 +65,7 @@ def test_arrays_live_until_somebody_has_waited(gpu: Gpu, nccl_first: bool) -> No
     assert seen() is None
 
 
+@pytest.mark.rest
 @by_nccl
 @pytest.mark.parametrize("nccl_first", [True, False])
 def test_arrays_of_work_that_nobody_holds_live_until_it_has_ended(gpu: Gpu, nccl_first: bool) -> None:

@@ -55,6 +55,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("what", ["parameter", "exp_avg"])
 @pytest.mark.parametrize("args", LAYOUTS)
 def test_a_bit_of_a_copy_flips_in_any_step(comm: Communicator, make: Make, args: tuple[str, ...], what: str) -> None:
@@ -152,6 +153,7 @@ def change_numbers(trainer: Trainer, what: str) -> None:
         torch.rand(1)
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
     "what", ["the position in the data", "the optimizer's settings", "the stepper", "torch's generator"]
@@ -197,6 +199,7 @@ CLEAN_ON_4 = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "args",
     [

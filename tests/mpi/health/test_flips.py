@@ -29,6 +29,7 @@ CASES = [(storage, what) for storage in STORAGES for what in ("model", "exp_avg_
 FEW = [("resident", "model"), ("private", "exp_avg_sq")]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("storage", "what"),
     [pytest.param(*case, marks=() if case in FEW else pytest.mark.ranks(2)) for case in CASES],

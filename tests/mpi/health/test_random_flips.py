@@ -13,6 +13,8 @@ from collectives import Communicator
 from mpitrain.job.health import DesyncError, FlippedBitError
 from mpitrain.job.train.trainer import Trainer
 
+pytestmark = pytest.mark.rest
+
 EVERY = 4
 PHASES = ("before the forward", "after the backward", "after the optimizer's step")
 

@@ -49,6 +49,7 @@ def outcome(trainer: Trainer) -> tuple[Any, ...]:
     return kept, tensors(ckpt.latest(trainer.run.checkpoints))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("saves", [(), SAVES], ids=["initial state", "checkpoint"])
 def test_the_data_of_a_bad_step_are_left_out(comm: Communicator, make: Make, saves: tuple[str, ...]) -> None:
     back_to = 4 if saves else 0
@@ -78,6 +79,7 @@ def test_the_data_of_a_bad_step_are_left_out(comm: Communicator, make: Make, sav
     assert outcome(clean) == outcome(trainer)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("bad", "back_to"), [(7, 6), (8, 8)], ids=["copy", "checkpoint"])
 def test_an_elastic_run_goes_back_to_the_newest_of_copies_and_checkpoints(
     comm: Communicator, make: Make, bad: int, back_to: int
@@ -100,6 +102,7 @@ def test_an_elastic_run_goes_back_to_the_newest_of_copies_and_checkpoints(
         remove_all(lease.run)  # the file by which the processes of the run hold its copies
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_a_second_rewind_goes_back_to_the_copy_after_the_first_one(comm: Communicator, make: Make) -> None:
     trainer = make("run", 12, "--train.elastic", "true", "--train.copy-every", "3", *SAVES, "--train.max-rewinds", "2")
@@ -116,6 +119,7 @@ def test_a_second_rewind_goes_back_to_the_copy_after_the_first_one(comm: Communi
         remove_all(lease.run)
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_a_resume_keeps_what_was_left_out(make: Make) -> None:
     samples = {6 * BATCH, 9 * BATCH}
@@ -147,6 +151,7 @@ def test_steps_that_may_be_skipped_come_first(make: Make) -> None:
     assert seen[7][0] == 4 and seen[8] == (5, 7 * BATCH)
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_a_checkpoint_that_leads_nowhere_is_passed_over(make: Make) -> None:
     """The parameters are not finite after step 4, whose checkpoint is complete. The second rewind goes back further."""
@@ -167,6 +172,7 @@ def test_a_checkpoint_that_leads_nowhere_is_passed_over(make: Make) -> None:
     assert all(param.isfinite().all() for param in trainer.model.parameters())
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 def test_a_crash_after_such_a_rewind_does_not_lead_back(make: Make) -> None:
     args = ("--checkpoint.every", "2", "--checkpoint.keep", "9", "--train.max-rewinds", "2")

@@ -14,6 +14,8 @@ from mpitrain.job.train.batches.micro_batch import MicroBatch
 from mpitrain.job.train.passes import WholePasses
 from mpitrain.job.train.trainer import Trainer
 
+pytestmark = pytest.mark.rest
+
 
 def jump(trainer: Trainer, step: int, factor: float) -> None:
     """The loss of a step (from 0) is so many times as high on all ranks."""

@@ -21,6 +21,8 @@ from mpitrain.models.loss import IGNORED
 from mpitrain.optim.elementwise import AdamW
 from mpitrain.weights.initial_values import initialize
 
+pytestmark = pytest.mark.rest
+
 SIZES = "--model.width 24 --model.layers 4 --model.heads 3 --model.context 12 --model.vocab 257 --train.batch 8"
 # With a norm of gradients far above optim.clip_norm. The large eps: else the update is 1 or -1 even for elements of rounding errors.
 OPTIM = "--optim.clip-norm 0.1 --optim.eps 1e-3 --optim.warmup-steps 0 --train.accumulate 2 --parallel.bind false"

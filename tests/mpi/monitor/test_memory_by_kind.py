@@ -16,6 +16,8 @@ from mpitrain.job.train.model import make_model, make_optimizer
 from mpitrain.sharding import sharded_params
 from mpitrain.tools.plan.memory.prediction import predict
 
+pytestmark = pytest.mark.rest
+
 SETTINGS = "--model.width 64 --model.layers 3 --model.heads 4 --model.context 16 --train.batch 4 --parallel.bind false"
 
 CLOCK = StepClock(lambda: 0.0)

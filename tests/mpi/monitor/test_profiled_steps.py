@@ -33,6 +33,7 @@ def parts(run: MeasuredRun) -> Parts:
     return parts_of([r.times for r in of], [r.stage for r in of], [r.cpu for r in of], [r.hidden for r in of])
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(
     "args",
@@ -109,6 +110,7 @@ def test_activations_are_those_that_the_blocks_save(comm: Communicator, make: Ma
     assert 0 < again.ranks[comm.rank].held.layers["blocks.1"]["activations"] <= 2 * stream
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_a_rank_that_sleeps_is_named_with_its_cause(
     comm: Communicator, make: Make, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +138,7 @@ mpitrain.log(callback=Late(), sink=mpitrain.Sink())
 """
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_the_command_prints_on_rank_0_and_writes_json(
     comm: Communicator,

@@ -32,6 +32,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.rest
 def test_the_parts_of_a_step_and_the_figures_of_all_ranks(comm: Communicator, make: Make) -> None:
     micro = () if comm.size > 3 else ("--train.accumulate", "2")  # of 12 rows
     trainer = make("run", 30, *micro)
@@ -55,6 +56,7 @@ def test_the_parts_of_a_step_and_the_figures_of_all_ranks(comm: Communicator, ma
     assert events[0]["ranks"] == comm.size == len(events[0]["hosts"]) and events[0]["tokens_per_step"] == 12 * 16
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_a_resume_shows_each_step_once(comm: Communicator, make: Make) -> None:
     first = make("run", 20, "--checkpoint.every", "10")

@@ -14,6 +14,8 @@ from collectives import Communicator
 from mpitrain.job.record import stragglers
 from mpitrain.job.train.trainer import Trainer
 
+pytestmark = pytest.mark.rest
+
 LAYOUTS = [
     pytest.param((), "blocked", marks=pytest.mark.ranks(1, 2), id="ZeRO"),
     pytest.param((), "data", marks=pytest.mark.ranks(2), id="slow data"),

@@ -66,6 +66,7 @@ def watched(trainer: Trainer, seen: list[bool]) -> Trainer:
     return trainer
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("layout", [[], ["--parallel.pipeline", "2", "--train.accumulate", "2"]])
 def test_a_trace_of_a_run(comm: Communicator, make: Make, shared_tmp: Path, layout: list[str]) -> None:
@@ -119,6 +120,7 @@ def test_a_trace_of_a_run(comm: Communicator, make: Make, shared_tmp: Path, layo
     assert {each["pid"] for each in arrows} >= {1000 + slow}
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 def test_a_run_that_ends_first_writes_what_there_is(comm: Communicator, make: Make, shared_tmp: Path) -> None:
     trainer = make("short", 3, "--log.trace-steps", "3:9", "--model.layers", "3")
@@ -148,6 +150,7 @@ def test_a_full_disk_stops_no_run(
         assert "step-00000001.json.gz cannot be written" in capsys.readouterr().out
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("when", ["before", "within"])
 def test_a_profiler_of_the_user_stops_no_run(
@@ -281,6 +284,7 @@ def invert(read: Any, shown: float) -> float:
     return time_s
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 def test_a_trace_over_wrong_clocks(comm: Communicator, make: Make, shared_tmp: Path) -> None:
     """The clocks are seconds apart, and no arrow points back in time. All ranks begin the first step within the truth."""

@@ -175,6 +175,7 @@ def free() -> Iterator[list[Any]]:
         each.free()
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("kind", ["lamb", "lars"])
 @pytest.mark.parametrize("make", [gpt, llama])
@@ -210,6 +211,7 @@ def test_in_stages(
     assert bits[0] == bits[1]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["lamb", "muon"])
 def test_the_main_job_resumes_bit_for_bit(

@@ -195,6 +195,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(comm: Communicator) -> No
         assert any(moved) == (value == 1.0 and any(old.numel() for old in before))
 
 
+@pytest.mark.rest
 def test_training_ends_near_that_of_a_plain_model(comm: Communicator) -> None:
     """Newton-Schulz amplifies differences of rounding, so the test compares losses and not bits.
 

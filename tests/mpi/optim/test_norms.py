@@ -69,6 +69,7 @@ CASES: dict[int, list[tuple[dict[str, int], Chosen]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 def test_ignored_parameters(comm: Communicator) -> None:
     for sizes, ignored in CASES[comm.size]:

@@ -90,6 +90,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return mpitrain.optim.LAMB(matrices, lr=0.02)
 
 
+@pytest.mark.rest
 @pytest.mark.shared_cases
 @pytest.mark.parametrize(("make", "way"), spread([lars, lamb], WAYS, all_on_2=False))
 def test_on_shards(

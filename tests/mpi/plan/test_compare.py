@@ -35,6 +35,7 @@ def test_measure_and_compare(comm: Communicator, shared_tmp: Path) -> None:
     assert load(machine).kernels is not None and load(machine).links is not None
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.timeout_s(240)
 def test_the_layouts_train_the_same_model(comm: Communicator) -> None:

@@ -36,6 +36,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 @pytest.mark.timeout_s(240)
 def test_constants_are_positive_and_the_same_on_all_ranks(comm: Communicator, sections: Sections) -> None:
@@ -96,6 +97,7 @@ def test_the_file_is_read_back(comm: Communicator, sections: Sections) -> None:
     assert 1e-6 < sum(machine.overheads.data) < 10
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.one_node
 @pytest.mark.timeout_s(240)

@@ -83,6 +83,7 @@ def name_of(value: object) -> str | None:
     return getattr(value, "__name__", None)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("change", "storage", "when"), spread(CHANGES, STORAGES, ["before the first forward", "later"]), ids=name_of
 )

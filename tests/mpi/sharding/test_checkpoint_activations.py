@@ -89,6 +89,7 @@ def train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return [*seen, *(param.detach().clone() for param in model.parameters())]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("way", "low"), spread(WAYS, [False, True]), ids=lambda value: {False: "fp32", True: "bf16"}.get(value, value)
 )
@@ -108,6 +109,7 @@ KINDS = ["mlp", "gpt, tied", "gpt, untied", "encoder and decoder", "low rank", "
 IN_TURN = [(name, ["stage 3", "stage 3, private"][i % 2]) for i, name in enumerate(KINDS)]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "way"), extent(IN_TURN, [*itertools.product(KINDS, ["stage 3", "stage 3, private"])]))
 def test_models_of_many_kinds(comm: Communicator, name: str, way: str) -> None:
     case = CASES[name]
@@ -137,6 +139,7 @@ def test_models_of_many_kinds(comm: Communicator, name: str, way: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, seen[0], strict=True))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("way", WAYS)
 def test_less_is_held(comm: Communicator, way: str) -> None:
     peaks = {}

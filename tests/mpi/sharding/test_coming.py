@@ -46,6 +46,7 @@ def program(
     return Program(shared_tmp / "a", monkeypatch, capsys)
 
 
+@pytest.mark.rest
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(
     program: Program, shared_tmp: Path, comm: Communicator, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(
     assert torch.equal(answer, whole["answer"])
 
 
+@pytest.mark.rest
 def test_the_adapter_is_that_of_the_model_that_was_trained(program: Program, comm: Communicator) -> None:
     import peft
 
@@ -87,6 +89,7 @@ def test_the_adapter_is_that_of_the_model_that_was_trained(program: Program, com
     assert len(names) == 8 and all("lora_" in name for name in names), "the base is in no checkpoint"
 
 
+@pytest.mark.rest
 def test_all_ranks_stop_early_together(program: Program, comm: Communicator) -> None:
     ends = program("--lora", script=SCRIPT.replace("lr=3e-3", "lr=0.0"))
     assert comm.all_gather_object((ends["data"].step, ends["num_worse"])) == [(20, 3)] * 2, "of 40 steps"

@@ -61,6 +61,7 @@ def function(model: nn.Module, counter: Callable[..., object]) -> Callable[[torc
     return torch.compile(lambda x: model(x * 1.0), backend=counter)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("compiled", "storage"), [(whole, "private"), (in_place, "resident"), (function, "resident")])
 def test_a_compiled_model_trains_as_plain_torch_does(comm: Communicator, compiled: Callable, storage: str) -> None:
     torch._dynamo.reset()
@@ -84,6 +85,7 @@ def test_a_compiled_model_trains_as_plain_torch_does(comm: Communicator, compile
     assert frames[0] > 0 and frames[1] == frames[2]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("storage", ["resident", "private"])
 def test_a_compiled_step_with_its_backward(comm: Communicator, storage: str) -> None:
     torch._dynamo.reset()
@@ -152,6 +154,7 @@ def alone(model: nn.Module) -> Callable[[torch.Tensor], None]:
     return step
 
 
+@pytest.mark.rest
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method`:DeprecationWarning"
 )  # a module that torch imports to compile AdamW

@@ -95,6 +95,7 @@ def behind(model: Any) -> int:
     return counts[0] + 1  # the one of this module was waited for
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     ("nodes", "options"),
@@ -177,6 +178,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.one_node
 @pytest.mark.parametrize("writer", WRITERS)

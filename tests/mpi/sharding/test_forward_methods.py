@@ -66,6 +66,7 @@ USES: dict[str, Callable[[Model, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("way", WAYS)
 def test_registered_methods_train_as_plain_torch_does(comm: Communicator, way: str, use: str) -> None:

@@ -299,6 +299,7 @@ def test_a_first_forward_in_inference_mode(comm, storage: str) -> None:
     assert_same(model, plain, grads=True, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.rest
 def test_memory_of_the_node_goes_with_the_model(comm) -> None:
     def segments() -> set[str]:
         """The inodes of the files in shared memory that are mapped."""

@@ -12,7 +12,7 @@ from torch import nn
 import mpitrain
 from collectives import Communicator
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [pytest.mark.rest, pytest.mark.ranks(2)]
 
 _TOKENS = torch.arange(40, 48).reshape(1, 8)
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2, "eos_token_id": 63}

@@ -32,6 +32,7 @@ def own(trainer: Trainer) -> torch.Tensor:
     return next(param for param in trainer.model.parameters() if param.numel())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "more",
     [

@@ -117,6 +117,7 @@ def bits(values: Any) -> list[bytes]:
     return [value.detach().numpy().tobytes() for value in values]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("outer", ["nesterov", "mean"])

@@ -31,6 +31,7 @@ def train(model: nn.Module, *, accumulate: int, rows: slice) -> torch.optim.Opti
     return optimizer
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("way", "accumulate"), spread(WAYS, [1, 2]))
 def test_the_same_values(comm: Communicator, way: str, accumulate: int) -> None:
     model, plain = pair_of(model_of, comm, way, offload_policy=Parted())

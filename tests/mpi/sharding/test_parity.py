@@ -16,6 +16,8 @@ from ways import WAYS, spread
 from collectives import Communicator
 from mpitrain.sharding import clip_grad_norm_
 
+pytestmark = pytest.mark.rest
+
 # what is sharded first, and the way
 CUTS = [("itself", "stage 3"), ("itself", "stage 3, private"), ("itself", "stage 0"), ("blocks", "stage 3, private")]
 STEPS = extent(5, 10)

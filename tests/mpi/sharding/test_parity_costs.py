@@ -84,6 +84,7 @@ def test_what_is_frozen_costs_neither_gradients_nor_reductions(comm: Communicato
     assert [buffer.numel() for buffer in buffers] == (expected if comm.size > 1 else [])
 
 
+@pytest.mark.rest
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler looks at it, and hides that
 @pytest.mark.parametrize(
     ("in_place", "storage"),

@@ -131,6 +131,7 @@ def several(comm: Communicator) -> None:
         pytest.skip("one rank gathers nothing")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("num_units", [1, 2, 10])
 def test_order_and_bytes(flying: Communicator, log: Log, num_units: int, reshard_after_forward: bool) -> None:
@@ -230,6 +231,7 @@ def test_full_parameters_outside_of_forward(flying: Communicator) -> None:
     assert not any(storage.full_buffer.untyped_storage().size() for storage in storages(model))
 
 
+@pytest.mark.rest
 def test_a_model_that_goes_while_it_is_gathered(flying: Communicator) -> None:
     """The progress thread writes into memory that is still there."""
     several(flying)

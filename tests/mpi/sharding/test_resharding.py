@@ -66,6 +66,7 @@ def factors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
     ("progress", "dtype", "recomputes"), spread([Deferred, Thread], [torch.float32, torch.bfloat16], [False, True])

@@ -86,6 +86,7 @@ def is_lora(path: str) -> bool:
     return "lora_" in path
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("options", [{}, {"storage": "private"}, {"stage": 0}], ids=str)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.ranks(1, 2)
@@ -223,6 +224,7 @@ def a_llama(comm: Communicator, way: str) -> tuple[LanguageModel, Any]:
     return model, pipe
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("way", "other_way"), [("pp", "tp"), ("tp", "pp")])
 @pytest.mark.ranks(2)
 def test_models_that_are_divided(comm: Communicator, shared_tmp: Path, way: str, other_way: str) -> None:

@@ -97,6 +97,7 @@ KINDS: list[Callable[[Net, int, slice], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("kind", "way", "checkpoints"),
     [(*each, (i + i // len(WAYS)) % 2 == 1) for i, each in enumerate(spread(KINDS, WAYS))],

@@ -89,6 +89,7 @@ def _train(model: nn.Module, loss: Loss = _loss, *, set_to_none: bool = True) ->
         optimizer.step()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["stage 0", "stage 1", "stage 3", "private", "copies", "copies of stage 0", "bf16"])
 def test_parameters_have_the_bits_of_one_process(comm: Communicator, kind: str) -> None:
     if "copies" in kind and comm.size % 2:
@@ -190,6 +191,7 @@ def test_gradients_of_inputs_are_no_round(comm: Communicator, storage: str) -> N
     assert calls == 3, "once a step, not once a round"
 
 
+@pytest.mark.rest
 def test_a_round_has_one_backward(comm: Communicator) -> None:
     model = mpitrain.fully_shard(_model(), comm, slices=COUNT)
 

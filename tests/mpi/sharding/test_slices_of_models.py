@@ -138,6 +138,7 @@ def assert_bits(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         assert torch.equal(found[name], value), f"{name}: {found[name]} instead of {value}"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("way", ["stage 0", "stage 3", "stage 3, private", "checkpointed"])
 @pytest.mark.parametrize("is_sync", [False, True])
 def test_running_statistics_have_the_bits_of_one_process(comm: Communicator, way: str, is_sync: bool) -> None:
@@ -242,6 +243,7 @@ def trained_llama(
     return [parameters, mpitrain.full_state_dict(model)]
 
 
+@pytest.mark.rest
 def test_a_llama_of_transformers_with_dropout(comm: Communicator) -> None:
     pytest.importorskip("transformers", minversion="5")
     alone = trained_llama(group_of(comm, 1))
@@ -255,6 +257,7 @@ def test_a_llama_of_transformers_with_dropout(comm: Communicator) -> None:
         assert not torch.equal(others[0][name], alone[0][name]), "the seed decides what is dropped"
 
 
+@pytest.mark.rest
 def test_the_main_job_draws_by_step_and_slice(
     comm: Communicator, shared_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

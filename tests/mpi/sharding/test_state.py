@@ -118,6 +118,7 @@ def assert_alike(mine: Any, other: Any, where: str = "", **tolerance: float) -> 
         assert mine == other, where
 
 
+@pytest.mark.rest
 @pytest.mark.shared_cases
 @pytest.mark.parametrize(("kind", "way"), spread(OPTIMIZERS, WAYS, all_on_2=False))
 def test_a_sharded_model_and_its_optimizer_come_back(comm, shared_tmp: Path, kind: str, way: str) -> None:
@@ -161,6 +162,7 @@ def test_a_plain_model_comes_back_and_has_the_same_names(comm, tmp_path: Path, k
     assert names == set(model.state_dict()) - {"head.weight"}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_saved_by_all_ranks_loaded_by_some_and_by_one(comm, shared_tmp: Path, kind: str) -> None:
     """From N ranks to groups of N - 1 and 1, and to a plain model; from one rank to N."""

@@ -172,6 +172,7 @@ def ignore_all(trainer: Trainer, steps: set[int]) -> None:
     trainer.batches.of_evaluation = lambda index: [ignored(batch) for batch in of_evaluation(index)]  # type: ignore[method-assign]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("args", [[], FP16], ids=["fp32", "fp16"])
 def test_a_step_in_which_no_token_counts(make: Make, args: list[str]) -> None:
     args = ["--train.eval-batches", "1", *args]
@@ -264,6 +265,7 @@ def test_fp16_learns_as_fp32_does(make: Make) -> None:
     assert not any("loss_scale" in entry or "skipped" in entry for entry in theirs)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("dtypes", [FP16, FP16[:2], FP16[2:]], ids=["both", "computed", "reduced"])
 def test_overflows_halve_the_scale_and_a_resume_knows_of_it(
     make: Make, dtypes: list[str], capsys: pytest.CaptureFixture[str]

@@ -73,6 +73,7 @@ def assert_same_with_gradients(model: nn.Module, plain: nn.Module) -> None:
     assert_same(model, plain, grads=False, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "way", [way for (way,) in spread(way for way in WAYS if way not in ("stage 1", "stage 2, private"))]
 )

@@ -73,6 +73,7 @@ def test_it_has_none(comm: Communicator, way: str, how: str) -> None:
     assert all(bool((p == 1).all()) for name, p in model.named_parameters() if name in ("unused", "gain"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("slices", [0, 4])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])

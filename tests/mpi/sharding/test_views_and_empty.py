@@ -74,6 +74,7 @@ def assert_same(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
         assert value.shape == expected.shape and torch.equal(value.resolve_conj().resolve_neg(), expected), name
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "options", [{}, {"storage": "private"}, {"stage": 0}, {"stage": 2}, {"cut": "parameters"}, {"slices": 2}], ids=str
 )

@@ -120,6 +120,7 @@ LOSSES = [(name, output) for name in NETS] + [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("way", ["stage 3", "stage 3, private"])
 @pytest.mark.parametrize(("name", "loss_of"), LOSSES)
 def test_gradients_are_those_of_plain_torch(

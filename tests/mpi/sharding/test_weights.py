@@ -242,6 +242,7 @@ def test_plain_models_and_models_on_the_meta_device(comm: Communicator, shared_t
     assert_like(comm, model, other)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("max_file_bytes", [10**9, 300])
 def test_weights_are_exported(comm: Communicator, shared_tmp: Path, way: str, max_file_bytes: int) -> None:
@@ -298,6 +299,7 @@ def test_an_export_that_fails_leaves_nothing_and_hangs_nobody(comm: Communicator
     assert_like(comm, model, Model(2))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("storage", STORAGES)
 def test_no_rank_holds_the_whole(comm: Communicator, shared_tmp: Path, storage: Any) -> None:
     with torch.device("meta"):

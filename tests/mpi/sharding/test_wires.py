@@ -102,6 +102,7 @@ def assert_alike(comm: Communicator, values: torch.Tensor) -> None:
     assert len(set(comm.all_gather_object(values.numpy().tobytes()))) == 1
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("way", "wire"), [*zip(WAYS, FORMATS, strict=True)])
 def test_training_is_near_and_all_ranks_have_the_same_bits(hosts: Communicator, way: str, wire: str) -> None:
     exact, encoded = make(hosts, way), make(hosts, way, **both(way, wire))
@@ -191,6 +192,7 @@ def test_a_checkpoint_has_the_masters_and_training_goes_on_with_the_same_bits(
     assert not torch.equal(swapped, full_values(model))
 
 
+@pytest.mark.rest
 def test_a_run_keeps_the_format_that_auto_has_chosen(
     hosts: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

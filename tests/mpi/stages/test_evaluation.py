@@ -86,12 +86,14 @@ def same_as_the_plain_model(
     mesh.free()
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_loss_and_the_text_are_those_of_the_plain_model(comm: Communicator, schedule: str) -> None:
     same_as_the_plain_model(comm, gpt, schedule)
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_a_tied_model(comm: Communicator) -> None:
     same_as_the_plain_model(comm, llama, "1f1b")

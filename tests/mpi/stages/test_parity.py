@@ -81,6 +81,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
 @pytest.mark.parametrize("make", [gpt, tied_llama])

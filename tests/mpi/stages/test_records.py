@@ -28,6 +28,7 @@ def steps(pipe: Pipeline, count: int) -> None:
         pipe.evaluate(tokens[:3], last=[{"targets_BL": rows} for rows in tokens[:3]])
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_records_are_those_of_the_programs(comm: Communicator, schedule: str) -> None:
@@ -57,6 +58,7 @@ def test_the_records_are_those_of_the_programs(comm: Communicator, schedule: str
     assert measured.between > 0
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 def test_times_of_a_slow_stage(comm: Communicator, shared_tmp: Path) -> None:
     pipe = made(comm, "1f1b")

@@ -76,6 +76,7 @@ def expected(model: LanguageModel, *, bf16: bool) -> tuple[list[float], dict[str
     return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
     ("make", "schedule", "stage", "storage", "bf16"),
@@ -136,6 +137,7 @@ def drawing(block: Any, forward: Callable[..., torch.Tensor], x: torch.Tensor, *
     return block.norm(x.flatten(0, 1)).view(x.shape)  # type: ignore[no-any-return]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-v"])
 def test_dropout_and_running_statistics(comm: Communicator, schedule: str) -> None:
@@ -185,6 +187,7 @@ def figures(folder: Path) -> list[tuple[str, float]]:
     return [(name, value) for line in metrics(folder) for name, value in line.items() if name.startswith(kinds)]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 def test_a_run_of_the_main_job(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tied head, dropout, clipping, evaluations and figures of layers."""

@@ -94,6 +94,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
     assert not whole
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("to", [(1, 0, ""), (2, 3, "zb-v")])
 def test_each_stage_finds_its_settings(comm: Communicator, shared_tmp: Path, to: tuple[int, int, str]) -> None:
@@ -129,6 +130,7 @@ def test_each_stage_finds_its_settings(comm: Communicator, shared_tmp: Path, to:
         mpitrain.save(shared_tmp / "other", first, optimizer)
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_same", [False, True])
 def test_a_stage_may_number_its_groups_in_its_own_way(comm: Communicator, shared_tmp: Path, is_same: bool) -> None:
@@ -157,6 +159,7 @@ def test_a_stage_may_number_its_groups_in_its_own_way(comm: Communicator, shared
         assert [group["lr"] for group in optimizer.param_groups] == rates[-len(optimizer.param_groups) :]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 def test_a_stage_that_trains_nothing(comm: Communicator, shared_tmp: Path) -> None:
     """It has no optimizer, and no name to pass as `only`."""

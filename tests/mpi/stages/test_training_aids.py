@@ -12,6 +12,7 @@ from mpitrain.stages import pipeline
 from tests.mpi.stages.test_parity import FEW, MICRO, adamw, batches, gpt, targets, tied_llama
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_activations_that_are_computed_again_give_the_same_bits(comm: Communicator, schedule: str) -> None:

@@ -50,6 +50,7 @@ def labels(inputs: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor
     return [{"labels": each["input_ids"]} for each in inputs]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("name", "more"), CASES)
 def test_steps_beside_the_plain_model(comm: Communicator, name: str, more: dict[str, Any]) -> None:

@@ -69,6 +69,7 @@ def step(model: GPT) -> tuple[int, list[torch.Tensor]]:
     return held, [loss.detach(), *(param.grad.clone() for param in model.parameters() if param.grad is not None)]
 
 
+@pytest.mark.rest
 def test_the_settings_of_the_main_job(mesh: Mesh, sequence: bool) -> None:
     """The same bits with all of them, and where the ranks have the same input, each keeps 1/N of it."""
     most, expected = step(made(mesh, sequence))

@@ -17,6 +17,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_a_program_runs(comm: Communicator, shared_tmp: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:

@@ -28,6 +28,7 @@ def ranks(request: pytest.FixtureRequest, comm: Communicator) -> Communicator:
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 7, 5), (1, 8, 3), (4, 6)], ids=str)
@@ -147,6 +148,7 @@ def test_a_region_that_writes_to_its_input_is_refused(comm: Communicator, trains
         whole(torch.ones(1, 4, 8))
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_seconds_of_the_loss_and_of_sums_of_gradients(comm: Communicator, is_sharded: bool) -> None:

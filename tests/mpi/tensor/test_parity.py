@@ -144,6 +144,7 @@ def whole_model(model: LanguageModel, path: Path) -> LanguageModel:
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 3, 4)
 def test_steps_of_each_layout(comm: Communicator, shared_tmp: Path, config: TransformerConfig) -> None:
     reference = plain(config)
@@ -287,6 +288,7 @@ def test_a_thawed_parameter_trains(comm: Communicator, stage: int | None) -> Non
     mesh.free()
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("stage", [None, 3])
 def test_weights_come_and_go_whole(
@@ -317,6 +319,7 @@ def test_weights_come_and_go_whole(
     mesh.free()
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_optimizers_and_counts_know_the_parts(comm: Communicator, stage: int, config: TransformerConfig) -> None:
@@ -329,6 +332,7 @@ def test_optimizers_and_counts_know_the_parts(comm: Communicator, stage: int, co
     mesh.free()
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", [GPTConfig, LlamaConfig])

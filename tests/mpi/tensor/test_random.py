@@ -236,6 +236,7 @@ def _calls(model: Model) -> None:
     model.call = _by_torch
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("change", [_whole_blocks, _parts_of_inputs, _attention, _regions, _within_regions, _calls])
 def test_activation_checkpointing_repeats_the_masks(
     comm: Communicator, sequence: bool, change: Callable[[Model], None]
@@ -345,6 +346,7 @@ TRANSFORMERS = {
 }  # fmt: skip
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_models_of_transformers(comm: Communicator, sequence: bool, name: str) -> None:
     """They train, their outputs agree on the ranks, and the library's activation checkpointing repeats the masks."""

@@ -170,6 +170,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Style] | None, str]]
 }  # fmt: skip
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit(comm: Communicator, case: str) -> None:

@@ -140,6 +140,7 @@ def meshes(comm: Communicator) -> Iterator[dict[int, Mesh]]:
         mesh.free()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", extent(["all"], [*AIDS]))
 def test_with_aids_it_trains_as_a_plain_model(
     comm: Communicator, meshes: dict[int, Mesh], shared_tmp: Path, name: str

@@ -12,6 +12,8 @@ import mpitrain
 from collectives import Communicator
 from mpitrain.placement.parts import part_of
 
+pytestmark = pytest.mark.rest
+
 transformers = pytest.importorskip("transformers", minversion="5")
 
 LENGTH, VOCAB, STEPS = 24, 101, extent(5, 10)

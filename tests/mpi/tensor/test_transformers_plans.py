@@ -60,6 +60,7 @@ def same(comm: Communicator, make: Callable[[], Any], *, sequence: bool, **input
     return model
 
 
+@pytest.mark.rest
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("name", "sequence"), CASES)
 def test_a_style(comm: Communicator, name: str, sequence: bool) -> None:

@@ -20,6 +20,7 @@ FEW = st.integers(1, 4)
 NOTHING = np.zeros((0, 2))
 
 
+@pytest.mark.rest
 @given(st.data(), FEW, FEW)
 @SETTINGS
 def test_any_ranks_load_any_boxes_of_what_any_others_saved(tmp_path, data, num_writers, num_readers):

@@ -86,6 +86,7 @@ def test_errors_are_one_line(folder, capsys, monkeypatch, args, message):
     assert out == "" and err.startswith("ckpt: ") and message in err and err.count("\n") == 1
 
 
+@pytest.mark.rest
 def test_reading_needs_neither_mpi_nor_torch(folder):
     """In a process of its own: saving, loading and the command line alone must import neither."""
     script = f"""

@@ -264,6 +264,7 @@ ckpt.save(f"{home}/{step}", {"x": np.full((40, 3), 2.0), "s": np.array(2)}, comm
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", ["", "local://"])
 def test_a_job_killed_while_it_copies_leaves_no_half_copy(tmp_path, kind):
     home, place = tmp_path / "home", f"{kind}{tmp_path / 'copy'}"

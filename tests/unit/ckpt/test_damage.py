@@ -12,6 +12,8 @@ from thread_ranks import on_ranks
 
 import ckpt
 
+pytestmark = pytest.mark.rest
+
 NUM_DAMAGED = 1000
 
 

@@ -78,6 +78,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_dtype_and_shape_bit_for_bit(tmp_path, name):
     tensors = everything({"a.safetensors": SAFETENSORS, "a.pt": TORCH}.get(name, tuple(DTYPES)))
@@ -107,6 +108,7 @@ def test_shards_are_put_together_piece_by_piece(tmp_path, small_pieces, name, ax
     assert_holds(tmp_path / name, tensors)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("compression", HDF5)
 def test_plain_hdf5(tmp_path, compression):
     if compression == "zstd":
@@ -281,6 +283,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, small_pieces, name):
     assert sorted(os.listdir(out)) == sorted(before)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", FORMATS)
 def test_memory_is_bounded(tmp_path, name):
     big = np.zeros((32, 1 << 20), "f4")  # 128 MiB

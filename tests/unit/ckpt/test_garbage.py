@@ -24,6 +24,7 @@ def collections():
     gc.callbacks.remove(note)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_collection_in_a_save_or_a_load(tmp_path, collections, enabled):
     tensors = {f"w{i}": np.full(3, i) for i in range(3000)}

@@ -212,6 +212,7 @@ def outcomes(tmp_path_factory):
     return dict(zip(HOSTILE, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", HOSTILE)
 def test_refused_in_bounded_time_and_memory(outcomes, name):
     what, grown_bytes, seconds = outcomes[name]
@@ -227,6 +228,7 @@ def test_a_part_of_a_sparse_tensor_can_be_read(tmp_path):
     assert not entry[1 << 35 : (1 << 35) + 5].any()
 
 
+@pytest.mark.rest
 def test_what_no_reader_takes_is_not_saved(tmp_path):
     for meta in ({"a": "x" * MAX_LINE_BYTES}, {"a": [0] * (1 << 19)}):
         with pytest.raises(ValueError, match=r"meta is a line of .*save large values as tensors"):
@@ -237,6 +239,7 @@ def test_what_no_reader_takes_is_not_saved(tmp_path):
     assert ckpt.open(ckpt.save(tmp_path / "a", {"x" * 1024: np.zeros(2)}, comm=None)).meta == {}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("sequence", [MAX_SEQUENCE - 1, MAX_SEQUENCE, MAX_SEQUENCE + 1, MAX_SIZE - 1, MAX_SIZE])
 @pytest.mark.parametrize("scheme", ["", "local://"])
 def test_the_number_of_a_stranger_beside_it(tmp_path, sequence, scheme):
@@ -273,6 +276,7 @@ def test_what_its_own_reader_refuses_is_not_saved(tmp_path, monkeypatch, backgro
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.rest
 def test_a_folder_may_be_reached_by_a_link(tmp_path):
     path = plain(tmp_path / "a")
     (tmp_path / "b").symlink_to(path)
@@ -396,6 +400,7 @@ def test_strangers_are_named(tmp_path):
     assert ckpt.look(path) == [("more.h5", None, "belongs to no checkpoint: the manifest does not name it")]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", range(3))
 def test_what_hdf5_cannot_read_is_a_finding(tmp_path, seed):
     path = plain(tmp_path / "a")
@@ -408,6 +413,7 @@ def test_what_hdf5_cannot_read_is_a_finding(tmp_path, seed):
     assert {file for file, _, _ in ckpt.look(path)} == {INDEX}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("child", "problem"),
     [

@@ -248,6 +248,7 @@ def test_safetensors_with_a_name_that_comes_twice(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.rest
 def test_memory_is_bounded(tmp_path):
     big = np.zeros((32, 1 << 20), "f4")  # 128 MiB
     ckpt.export(ckpt.save(tmp_path / "a", {"big": big}, comm=None), tmp_path / "a.safetensors")

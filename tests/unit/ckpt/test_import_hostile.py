@@ -193,6 +193,7 @@ TORCH = {
 }
 
 
+@pytest.mark.rest
 @reads_torch_files
 @pytest.mark.parametrize("name", TORCH)
 def test_files_of_torch(tmp_path, monkeypatch, name):

@@ -89,6 +89,7 @@ def test_show_stats_of_one_tensor_draws_a_histogram(saved, capsys):
     assert "NaN 0, infinite 0" in printed(capsys, "show", saved, "opt/state/none", "--stats")
 
 
+@pytest.mark.rest
 def test_show_writes_a_picture(saved, capsys, tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("model/w", "model/b", "opt/state/none"):
@@ -104,6 +105,7 @@ def test_show_writes_a_picture(saved, capsys, tmp_path):
     assert not (saved / "x.png").exists()
 
 
+@pytest.mark.rest
 def test_a_picture_without_matplotlib_is_one_line(saved, tmp_path):
     """In a process that cannot import it: None in sys.modules is Python's own way to say so."""
     script = "import sys; sys.modules['matplotlib'] = None; from ckpt.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -184,6 +186,7 @@ def test_tolerances_are_numbers(value, capsys):
     assert raised.value.code == 2 and "--atol" in capsys.readouterr().err
 
 
+@pytest.mark.rest
 def test_verify(saved, capsys, tmp_path):
     save_rows(tmp_path / "step-2", ARRAYS)
     assert ": whole, " in printed(capsys, "verify", saved)
@@ -207,6 +210,7 @@ def test_verify(saved, capsys, tmp_path):
         assert capsys.readouterr().err.startswith("ckpt: ")
 
 
+@pytest.mark.rest
 def test_who_looks_at_a_terminal_sees_progress(saved):
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as terminal:
@@ -221,6 +225,7 @@ def test_who_looks_at_a_terminal_sees_progress(saved):
     assert b"verifying" in shown and b"whole" in done.stdout and b"verifying" not in done.stdout
 
 
+@pytest.mark.rest
 def test_deeply_nested_meta_is_no_traceback(tmp_path, capsys):
     meta: dict = {}
     for _ in range(300):
@@ -250,6 +255,7 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.rest
 def test_json_is_strict_also_with_nan_and_infinities(tmp_path, capsys):
     meta = {"loss": float("nan"), "bounds": [float("-inf"), {"high": float("inf")}, 1.5]}
     a, b = (
@@ -263,6 +269,7 @@ def test_json_is_strict_also_with_nan_and_infinities(tmp_path, capsys):
     assert np.isnan(ckpt.open(tmp_path / "c").meta["loss"])  # in Python they come back as they are
 
 
+@pytest.mark.rest
 def test_a_terminal_that_knows_ascii_alone(tmp_path):
     """Bars of another sign, escapes in names."""
     path = ckpt.save(tmp_path / "a", {"gewicht/ä": np.arange(20.0)}, comm=None)

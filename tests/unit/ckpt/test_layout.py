@@ -21,6 +21,7 @@ def problem(shape, boxes):
     return cover_error(shape, boxes, lambda i: f"rank {i}")
 
 
+@pytest.mark.rest
 @given(st.data(), shapes)
 def test_intersection_is_what_both_hold(data, shape):
     a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
@@ -75,6 +76,7 @@ def test_cover_of_many_columns_is_fast():
     assert problem((4, n), [Box((0, i), (4, 1)) for i in range(n)]) is None
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("shape", "side"), [((200, 200), 1), ((30, 30, 30), 1), ((60_000, 4), 4)])
 def test_cover_of_a_grid_is_fast(shape, side):
     counts = (*shape[:-1], shape[-1] // side)

@@ -139,6 +139,7 @@ def _file(**changes):
     return lambda header, meta, tensors: header["files"][0].update(changes)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

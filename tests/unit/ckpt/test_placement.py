@@ -42,6 +42,7 @@ def test_blocks_are_aligned_and_apart(written):
         assert sum(map(len, pages)) == len(set().union(*pages)), "two ranks write to one page"
 
 
+@pytest.mark.rest
 @given(
     st.dictionaries(st.text(max_size=4), st.integers(0, 1000)), st.lists(st.integers(0, 1000), min_size=1, max_size=6)
 )

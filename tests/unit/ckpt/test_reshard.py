@@ -64,6 +64,7 @@ def saved(folder, size=3):
     return everything() | {"rows": rows, "columns": rows.T.copy()}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("files", ["one", 2, 5, 1000])
 def test_bit_for_bit_in_so_many_files(tmp_path, files):
     tensors = saved(tmp_path / "step-5")

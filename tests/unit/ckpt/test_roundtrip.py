@@ -83,6 +83,7 @@ def test_torch_tensors_fill_in_place(tmp_path, dtype):
     assert torch.equal(restored, parameter) and restored.requires_grad
 
 
+@pytest.mark.rest
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 def test_any_box_is_read_from_any_boxes(tmp_path, small_chunks, data):
@@ -227,6 +228,7 @@ def test_tensors_that_cannot_be_saved(tmp_path, tensors, error, message):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.rest
 def test_jax_arrays_are_made_anew(tmp_path):
     jnp = pytest.importorskip("jax.numpy")
     path = ckpt.save(tmp_path / "a", {"x": np.zeros(3, "f4")}, comm=None)
@@ -378,6 +380,7 @@ def test_encoding_is_stable(tmp_path):
 # Other tools
 
 
+@pytest.mark.rest
 def test_the_index_shows_plain_tensors_to_h5py(tmp_path, monkeypatch):
     tensors = everything()
     path = ckpt.save(tmp_path / "a", tensors, comm=None, meta={"step": 5})

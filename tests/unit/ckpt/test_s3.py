@@ -21,6 +21,7 @@ def shards(comm, value):
     return {"x": ckpt.Shard(rows, (rows.size * comm.size, 1), (rows.size * comm.rank, 0)), "s": np.array(value)}
 
 
+@pytest.mark.rest
 def test_ranks_copy_to_s3_and_load_from_there(tmp_path, s3):
     place = "s3://bucket/run"
 
@@ -83,6 +84,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
+@pytest.mark.rest
 def test_downloads(tmp_path: Path, s3: S3Server, library: str) -> None:
     for key in ("d/1.tar", "d/a b+c%20d?#*[e]=ü.tar", "d//e.tar"):
         url = Url(s3.put(key, DATA))
@@ -101,6 +103,7 @@ def test_downloads(tmp_path: Path, s3: S3Server, library: str) -> None:
         assert time.monotonic() - began < 15.0
 
 
+@pytest.mark.rest
 def test_keys_of_the_wrong_user(tmp_path: Path, s3: S3Server, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = Url(s3.put("e/1.tar", DATA))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of somebody else")

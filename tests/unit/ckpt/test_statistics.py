@@ -142,6 +142,7 @@ def pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return a, b
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")  # in `pairs`
 @settings(max_examples=25, deadline=None)
@@ -262,6 +263,7 @@ def large(tmp_path: Path) -> tuple[ckpt.Checkpoint, ckpt.Checkpoint]:
     return save_cut(tmp_path / "a", np.zeros(shape, "f4"), 2, 0), save_cut(tmp_path / "b", np.ones(shape, "f4"), 2, 1)
 
 
+@pytest.mark.rest
 def test_memory_is_bounded_however_large_a_tensor_is(large: tuple[ckpt.Checkpoint, ckpt.Checkpoint]) -> None:
     first, second = large
     tracemalloc.start()

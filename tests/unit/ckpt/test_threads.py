@@ -100,6 +100,7 @@ def fails():
     raise OSError("the folder is lost")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("read", [
     value_of,
     lambda path: loaded(path),

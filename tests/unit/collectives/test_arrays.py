@@ -12,6 +12,7 @@ from collectives.arrays.buffer import Buffer, as_numpy, is_torch, like
 from collectives.arrays.dtypes import MOVED, TABLE, DTypeError
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3), (2, 0, 3)])
 def test_views_share_memory_in_both_libraries(name: str, shape: tuple[int, ...]) -> None:

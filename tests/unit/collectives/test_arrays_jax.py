@@ -22,6 +22,7 @@ def address(flat: np.ndarray) -> int:
     return flat.ctypes.data
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("wide", [False, True])
 def test_reading_takes_no_copy(name: str, wide: bool) -> None:
@@ -38,6 +39,7 @@ def test_reading_takes_no_copy(name: str, wide: bool) -> None:
         assert buffer.result() is x
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (2, 3)])
 @pytest.mark.parametrize("wide", [False, True], ids=["x64 off", "x64 on"])

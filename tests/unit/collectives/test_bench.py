@@ -192,6 +192,7 @@ def test_a_report_in_markdown() -> None:
     assert "| all_reduce, 1 KiB, numpy, mpi | 18.00 | 10.00 | 8.00 |" in text
 
 
+@pytest.mark.rest
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "a.png"

@@ -76,6 +76,7 @@ def compare(fmt: Format, x: np.ndarray, total: np.ndarray, offset: int = 0) -> N
             assert np.array_equal(one, other), (fmt.name, name, what, np.flatnonzero(one != other)[:5])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @settings(deadline=None, max_examples=60)
 @given(

@@ -36,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     choice.chosen.cache_clear()
 
 
+@pytest.mark.rest
 @needs_compiler
 @pytest.mark.parametrize("what", ["open", "group", "above", "foreign", "link", "sticky", "root"])
 def test_a_folder_that_another_user_can_replace_is_not_used(
@@ -106,6 +107,7 @@ def test_ranks_that_start_at_once_leave_one_file(folder: Path, library: Path, mo
     assert name == native.LEVELS[loaded[0][-1].level] and why == "the best for this CPU", "it is compiled no more"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
@@ -145,6 +147,7 @@ def test_only_the_first_rank_of_a_node_compiles(folder: Path, monkeypatch: pytes
     assert choice.chosen()[:2] == ("numpy", "no rank of this node has compiled it"), "nor does it later"
 
 
+@pytest.mark.rest
 @needs_compiler
 def test_a_level_with_other_bits_leaves_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = native.load()[-1].level

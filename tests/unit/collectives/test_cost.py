@@ -103,6 +103,7 @@ def test_one_node_stands_for_all(operation: str, algorithm: str, size: int, per_
     assert seconds(one, network, SIZES) == pytest.approx(walked(operation, algorithm, size, network, per_node=per_node))
 
 
+@pytest.mark.rest
 def test_prices_choose_the_best_number_of_segments() -> None:
     network = Network(8, ALPHA, BANDWIDTH, 2e-6, 200e9)
     sizes = [1 << 10, 1 << 22, 1 << 28]
@@ -131,6 +132,7 @@ def test_every_algorithm_has_a_price() -> None:
         prices("all_reduce", 10, Network(8), [1])
 
 
+@pytest.mark.rest
 def test_thousands_of_ranks_in_seconds() -> None:
     network = Network(8, ALPHA, BANDWIDTH)
     start = time.perf_counter()
@@ -150,6 +152,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out
 
 
+@pytest.mark.rest
 def test_table_json_and_picture(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

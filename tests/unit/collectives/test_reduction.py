@@ -69,6 +69,7 @@ def test_equals_the_reference_bit_for_bit(name: str, op: str, num_parts: int, si
     assert [bits(part) for part in parts] == [bits(part) for part in before]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16", "int32"])
 @pytest.mark.parametrize("more", [-1, 0, 1, BLOCK_BYTES // 2 + 3])
 @pytest.mark.parametrize("with_torch", [True, False])

@@ -30,6 +30,7 @@ from collectives.schedules.trace import trace
 NAMES = [(operation, algorithm) for operation, algorithms in BUILDERS.items() for algorithm in algorithms]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("operation", "algorithm"), NAMES)
 def test_every_size_is_right_and_costs_what_the_formula_says(operation: str, algorithm: str) -> None:
     for size in range(1, 65):
@@ -62,6 +63,7 @@ def test_what_is_said_to_go_in_rounds_does(operation: str, algorithm: str) -> No
     assert not goes_in_rounds("recursive_doubling", 6)
 
 
+@pytest.mark.rest
 @given(st.data())
 def test_every_root_node_and_number_of_segments(data: st.DataObject) -> None:
     operation, algorithm = data.draw(st.sampled_from(NAMES))
@@ -83,6 +85,7 @@ def test_one_rank_has_nothing_to_do(operation: str, algorithm: str) -> None:
     assert build(operation, algorithm, 1).program(0) == ()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("size", [100, 257, 1000])
 def test_many_ranks(size: int) -> None:
     """Beyond 64 ranks contributions are told apart by random weights."""
@@ -92,6 +95,7 @@ def test_many_ranks(size: int) -> None:
             assert check(schedule) == schedule.cost
 
 
+@pytest.mark.rest
 def test_thousands_of_ranks() -> None:
     """All that `python -m collectives check` proves for 4096 by default, but for those that take it seconds each."""
     slow = {"halving_doubling", "two_level"}

@@ -37,6 +37,7 @@ def read(reader: ParquetReader) -> list[bytes | None]:
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("encoding", "version"), list(zip(ENCODINGS, ["1.0", "2.0"] * 2, strict=True)))
 def test_a_row_group_with_more_text_than_is_held(tmp_path: Path, encoding: str, version: str) -> None:
     draws = np.random.default_rng(0)

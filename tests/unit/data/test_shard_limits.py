@@ -133,6 +133,7 @@ def sparse(name: str, pairs: list[tuple[int, int]], size: int) -> bytes:
     return header(name, len(told) + len(data), **records) + told + padded(data)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("pairs", "size"),
     [
@@ -191,6 +192,7 @@ def test_folders_count_as_links_too(tmp_path: Path) -> None:
             cut.text(found[b"l%d" % n])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("detour", ["./" * 1900, "a/../" * 700, "b/" * 30 + "a/../" * 600])
 def test_many_long_links_take_linear_time(tmp_path: Path, detour: str) -> None:
     """Each leads to the next one, over a path of nearly 4 KB, and an honest one comes last."""

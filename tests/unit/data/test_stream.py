@@ -125,6 +125,7 @@ class Ranks:
         return position * self._per_lane, np.concatenate([states for _, states in ordered])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("packing", ["cut", "whole"])
 @pytest.mark.parametrize("lanes", [BATCH, 4, 1])
 def test_batches_depend_on_the_step_alone(folder: Path, packing: Packing, lanes: int) -> None:
@@ -144,6 +145,7 @@ def test_batches_depend_on_the_step_alone(folder: Path, packing: Packing, lanes:
     assert state is not None and state[1].nbytes <= 64 * lanes * 2
 
 
+@pytest.mark.rest
 def test_processes_read_the_same_rows(folder: Path) -> None:
     """Two processes for three lanes, of which two have rows of other ranks; with batches that are left out, and over a resume."""
     recipe, processes = mixed(folder, lanes=4), Processes(2, print)
@@ -164,6 +166,7 @@ def test_processes_read_the_same_rows(folder: Path) -> None:
         processes.close()
 
 
+@pytest.mark.rest
 def test_errors_of_processes_come_with_their_row(tmp_path: Path) -> None:
     """The rows before the damaged document arrive. A process that was killed is an error too."""
     lines = [json.dumps({"text": f"document {number} " * 20}) for number in range(40)]
@@ -277,6 +280,7 @@ def test_a_longer_list_counts_from_an_epoch_on() -> None:
     }
 
 
+@pytest.mark.rest
 def test_mixtures_keep_their_weights() -> None:
     batch, points = 32, [[(0, 0.7)], [(0, 0.29)], [(0, 0.01)]]
     mixture = Mixture(points, seed=5, lanes=batch)
@@ -312,6 +316,7 @@ def test_a_source_without_documents_is_an_error(tmp_path: Path) -> None:
         recipe_of(source).check()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("packing", ["cut", "whole"])
 def test_damaged_documents_are_passed_over_at_any_place(tmp_path: Path, packing: Packing) -> None:
     """Also as the last ones of a chunk, and over a resume after each row."""

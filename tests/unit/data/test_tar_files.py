@@ -428,6 +428,7 @@ def test_one_warning_of_all_shards_without_their_secrets(tmp_path: Path, monkeyp
     memory.rm("/told", recursive=True)
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sockets with a name and no file")
 def test_one_warning_of_workers_that_end_with_each_epoch(tmp_path: Path) -> None:
     """As those of a DataLoader without persistent_workers, and a sampler that does not ask for the length."""

@@ -72,6 +72,7 @@ def test_many_files_are_one_sequence(files: list[str]) -> None:
         assert np.array_equal(rows % 256, small.get(step, range(1, 4))), "the order is that of text"
 
 
+@pytest.mark.rest
 def test_the_fingerprint_is_of_the_files_and_the_split(files: list[str]) -> None:
     prints = {open_tokens(names, share).fingerprint for names in (files, files[1:]) for share in (0.0, 0.1)}
     assert len(prints) == 4 and open_tokens(files, 0.1).fingerprint in prints
@@ -149,6 +150,7 @@ def two(folder: Path) -> None:
         file["x"], file["y"] = np.arange(3), np.arange(4)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("damage", "text"),
     [

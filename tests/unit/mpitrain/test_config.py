@@ -96,6 +96,7 @@ def test_forms_of_flags(argv: list[str], expected: Config) -> None:
     assert parse(argv) == expected
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -276,6 +277,7 @@ def test_toml_round_trip_of_the_defaults(tmp_path: Path) -> None:
     assert differences(Config(), again) == []
 
 
+@pytest.mark.rest
 @settings(deadline=None)
 @given(
     run=TEXT,
@@ -465,6 +467,7 @@ def test_long_settings_in_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
             unpacked_settings(f"zlib:{wrong}")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("path", ["\u5b57" * 9_000, "\U0001f600" * 9_000, "s3://a" * 9_000, "a, b: [{,:" * 3_000])
 @pytest.mark.parametrize("num_bytes", [250_000, 270_000, 2_500_000, 4_500_000])
 def test_settings_fit_a_line_of_a_manifest(path: str, num_bytes: int) -> None:

@@ -197,6 +197,7 @@ def test_permute_of_some_indices_of_a_large_range(num: int, keys: np.ndarray, da
     assert np.array_equal(images[::-1], permute(indices[::-1], num, keys))
 
 
+@pytest.mark.rest
 def test_permute_takes_every_order_about_as_often() -> None:
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 2**64, (6000, 6), dtype=np.uint64)
@@ -210,6 +211,7 @@ def numbered(num: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, num).astype(np.uint8)
 
 
+@pytest.mark.rest
 @settings(deadline=None)
 @given(context=st.integers(1, 9), extra=st.integers(0, 8), num_windows=st.integers(1, 40), seed=st.integers(0, 9))
 def test_every_window_once_per_epoch(context: int, extra: int, num_windows: int, seed: int) -> None:

@@ -23,6 +23,7 @@ def test_each_reader_gives_all_documents(tmp_path: Path, name: str) -> None:
     assert shuffled != documents and sorted(shuffled) == sorted(documents)
 
 
+@pytest.mark.rest
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(data_command, "_TOTAL_BYTES", {1_000: 50_000})
     monkeypatch.setattr(data_command, "_WAITING_BYTES", 400_000)

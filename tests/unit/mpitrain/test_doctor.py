@@ -473,6 +473,7 @@ def test_a_port_counts_if_the_right_host_answers() -> None:
     assert not network.connects("127.0.0.1", port, token)
 
 
+@pytest.mark.rest
 def test_sources_that_differ_are_found_before_mpi_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beforehand, "job_name", lambda: "job")
     folder = tmp_path / "runs/mine"  # is not made

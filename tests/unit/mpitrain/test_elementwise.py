@@ -108,6 +108,7 @@ def bits(
     return rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int64)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", [*FUSED, *LOOPS])
 @settings(max_examples=10, deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=5), seed=st.integers(0, 999), is_double=st.booleans())

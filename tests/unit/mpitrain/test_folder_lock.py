@@ -73,6 +73,7 @@ def test_it_says_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     FolderLock(tmp_path).release()
 
 
+@pytest.mark.rest
 def test_of_many_that_find_a_dead_job_s_lock_one_gets_it(tmp_path: Path) -> None:
     dead = start(tmp_path, "leave")
     dead.communicate("\n\n", timeout=30)
@@ -92,6 +93,7 @@ def test_of_many_that_find_a_dead_job_s_lock_one_gets_it(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("quick")
 def test_the_lock_of_another_host_counts_while_it_beats(tmp_path: Path) -> None:
     path = elsewhere(tmp_path)
@@ -117,6 +119,7 @@ def test_the_lock_of_another_host_counts_while_it_beats(tmp_path: Path) -> None:
     lock.release()
 
 
+@pytest.mark.rest
 def test_an_old_lock_and_one_of_an_earlier_format_are_taken_at_once(tmp_path: Path) -> None:
     for text in (None, "process 12 on node7\n", ""):
         path = elsewhere(tmp_path)
@@ -163,6 +166,7 @@ def test_a_lock_that_somebody_removed_comes_back(tmp_path: Path) -> None:
     lock.release()
 
 
+@pytest.mark.rest
 def test_a_job_that_has_ended_without_anybody_who_waits_for_it_is_dead(tmp_path: Path) -> None:
     """A zombie, as an orphan is in a container whose first process reaps nobody."""
     job = start(tmp_path, "leave")

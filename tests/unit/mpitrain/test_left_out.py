@@ -43,6 +43,7 @@ def test_positions_are_the_samples_that_are_not_left_out(intervals: list[tuple[i
     assert moved_past(first, np.arange(50), left_out).tolist() == expected
 
 
+@pytest.mark.rest
 @given(INTERVALS, st.integers(0, 12), INTERVALS)
 def test_a_resume_has_the_samples_of_a_run_without_a_stop(
     intervals: list[tuple[int, int]], step: int, later: list[tuple[int, int]]

@@ -117,6 +117,7 @@ def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("kv_heads", "theta"), [(1, 10000.0), (2, 500000.0), (4, 10000.0)])
 def test_transformers_llama_has_the_same_logits_and_gradients(kv_heads: int, theta: float, tied: bool) -> None:

@@ -25,6 +25,7 @@ def predicted(text: list[str], *settings: str, np: int = 4, nodes: int = 1) -> P
     return predict(parse([*SMALL, *text, *settings]), np, nodes)
 
 
+@pytest.mark.rest
 def test_parameters_that_are_encoded_between_nodes_have_masters(text: list[str]) -> None:
     encoded = ["--parallel.wire-weights", "int8"]
     over_nodes = predicted(text, *encoded, nodes=2)
@@ -33,6 +34,7 @@ def test_parameters_that_are_encoded_between_nodes_have_masters(text: list[str])
     assert predicted(text, *encoded, "--parallel.copies", "2", nodes=2).rank["parameters"] == 0  # no node gathers
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("settings", "storage", "full", "shards"),
     [
@@ -60,6 +62,7 @@ def test_what_lasts_is_counted(text: list[str], settings: list[str], storage: st
     assert set(p.rank) == set(p.node) == set(KINDS)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("nodes", "num_copies"), [(1, 2), (2, 6)])
 def test_copies_of_an_elastic_run_are_counted(text: list[str], nodes: int, num_copies: int) -> None:
     p = predicted(text, "--train.elastic", "true", nodes=nodes)
@@ -81,6 +84,7 @@ def test_gathered_parameters_are_the_rest_and_one_block(text: list[str]) -> None
     assert p.rank["gradient buffers"] == pytest.approx(2 * 4 * max(block, rest), rel=0.01)
 
 
+@pytest.mark.rest
 def test_activations_follow_the_micro_batch(text: list[str]) -> None:
     no_evaluation = ["--train.eval-batches", "0"]
     one, two = predicted(text, *no_evaluation), predicted(text, *no_evaluation, "--train.accumulate", "2")
@@ -91,6 +95,7 @@ def test_activations_follow_the_micro_batch(text: list[str]) -> None:
     assert fp16.rank["activations"] == pytest.approx(bf16.rank["activations"], rel=0.01)
 
 
+@pytest.mark.rest
 def test_checkpointed_blocks_keep_their_inputs(text: list[str]) -> None:
     settings = ["--train.eval-batches", "0", "--model.layers"]
     again = ["--parallel.checkpoint-activations"]
@@ -109,6 +114,7 @@ def test_checkpointed_blocks_keep_their_inputs(text: list[str]) -> None:
     assert activations(12, *again) - activations(4, *again) == pytest.approx(8 * stream, rel=0.01)
 
 
+@pytest.mark.rest
 def test_tensor_ranks_hold_parts(text: list[str]) -> None:
     whole, cut = predicted(text, np=2), predicted(text, "--parallel.tensor", "2", np=4)
     width, layers = 64, 4
@@ -124,6 +130,7 @@ def test_tensor_ranks_hold_parts(text: list[str]) -> None:
     assert apart.rank["full parameters"] == pytest.approx(2 * cut.rank["full parameters"], rel=1e-3)
 
 
+@pytest.mark.rest
 def test_activations_of_tensor_ranks(text: list[str]) -> None:
     """Of a micro-batch: half of one rank's with two ranks and their own tokens, more with whole tokens."""
 
@@ -151,6 +158,7 @@ def test_activations_of_tensor_ranks(text: list[str]) -> None:
     assert nothing == 0 and alone - own == pytest.approx(8 * 2 * stream, rel=0.05)
 
 
+@pytest.mark.rest
 def test_an_odd_number_of_heads_makes_ranks_differ(text: list[str]) -> None:
     odd = predicted(text, "--parallel.tensor", "2", "--model.heads", "3", "--model.width", "96", np=2)
     assert odd.rank["optimizer"] > 1.02 * odd.node["optimizer"] / 2
@@ -188,6 +196,7 @@ def test_wrong_arguments_are_one_line(arguments: list[str], error: str, capsys: 
     assert out == "" and err.startswith(f"mpitrain: error: {error}") and err.count("\n") == 1
 
 
+@pytest.mark.rest
 def test_a_default_batch_is_rounded_up_to_what_the_ranks_divide(
     text: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,6 +167,7 @@ def test_what_stands_in_its_place_now_is_not_removed(place: Path) -> None:
         assert folder.exists()
 
 
+@pytest.mark.rest
 def test_the_folder_of_a_living_mpirun_is_not_removed(place: Path) -> None:
     """Such as one that a rank has started, with the variables of the launch. Nothing is lost with an empty one."""
     session, empty = begun(place), make(OPEN_MPI, {PRTE: str(place)})
@@ -180,6 +181,7 @@ def test_the_folder_of_a_living_mpirun_is_not_removed(place: Path) -> None:
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.rest
 def test_a_host_answers_at_once_whatever_stays_on_it(place: Path) -> None:
     """As after launches of which a process hangs in the kernel. Those that end in a moment are waited for once."""
     stuck = [begun(place) for _ in range(3)]
@@ -207,6 +209,7 @@ def test_a_host_answers_at_once_whatever_stays_on_it(place: Path) -> None:
     assert cleaned(*stuck) == CleanedFolders(frozenset({0, 1, 2}))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("grep", ["exit 127", "case $* in *z*) exit 2 ;; esac"])
 def test_without_a_grep_that_can_tell_a_folder_is_in_use(
     place: Path, monkeypatch: pytest.MonkeyPatch, grep: str

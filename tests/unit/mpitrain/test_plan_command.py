@@ -165,6 +165,7 @@ def test_no_layout_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert not (tmp_path / "plan.toml").exists()
 
 
+@pytest.mark.rest
 def test_a_model_that_the_trainer_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     words = ["--model", "gpt3-175b", "--ranks", "128", "--machine", "h100", "--batch", "128", "--write", str(path)]
@@ -232,6 +233,7 @@ def test_an_error_is_one_line() -> None:
     assert result.stderr.startswith("mpitrain: error: unknown model 'llama4'") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.rest
 def test_simulate_the_best_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "run.svg"
     failures = ["--rank-mtbf-hours", "20000", "--checkpoint-seconds", "10", "--restart-seconds", "300"]
@@ -257,6 +259,7 @@ def test_a_simulation_without_disturbances_takes_as_long_as_the_plan(
     assert simulated["ideal_step_s"] == pytest.approx(planned, rel=0.1)
 
 
+@pytest.mark.rest
 def test_simulate_16384_ranks_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "llama3-405b", "--ranks", "16384", "--machine", "h100", "--batch", "2048", "--context", "8192"]
     begun = time.process_time()

@@ -85,6 +85,7 @@ def test_launches_are_merged_by_medians() -> None:
     assert "60% of 5 pairs more than 15% apart in order; the layout predicted as best takes 50.0% more" in text
 
 
+@pytest.mark.rest
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     launch(*ROWS).write(str(path))

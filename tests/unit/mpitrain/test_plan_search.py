@@ -246,6 +246,7 @@ PREDICTED = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("family", "recompute", "tensor", "stage"), extent(PREDICTED[::5], PREDICTED))
 def test_memory_beside_the_prediction_from_operations(family: str, recompute: str, tensor: int, stage: int) -> None:
     """`mpitrain memory` runs the trainer's own operations on tensors without memory. The formulae are within a tenth."""
@@ -279,6 +280,7 @@ def test_layouts_are_valid_and_distinct() -> None:
     assert {layout.schedule for layout in made} == set(MPITRAIN.schedules)
 
 
+@pytest.mark.rest
 def test_twenty_thousand_layouts_in_two_seconds() -> None:
     """The best of three: other processes of the machine may take the core. 0.8 s for 28,725 layouts were measured."""
     big = PlanJob(find("llama3-70b", 8192), H100, MPITRAIN, 512, 1024)
@@ -291,6 +293,7 @@ def test_twenty_thousand_layouts_in_two_seconds() -> None:
     assert 20_000 * min(seconds) < 2
 
 
+@pytest.mark.rest
 def test_the_search_ranks_what_fits() -> None:
     found = search(job())
     times = [plan.step_s for plan in found.fitting]
@@ -306,6 +309,7 @@ def test_the_search_ranks_what_fits() -> None:
     assert any(plan.lacks for plan in found.fitting)
 
 
+@pytest.mark.rest
 @settings(deadline=None, max_examples=6)
 @given(st.sampled_from([8, 16, 32]), st.sampled_from([32, 64]), st.sampled_from(["gpt-xl", "llama3-8b"]))
 def test_less_memory_never_gives_a_faster_plan(ranks: int, batch: int, model: str) -> None:
@@ -351,6 +355,7 @@ def test_a_billion_ranks_have_divisors_at_once() -> None:
     assert time.process_time() - began < 5
 
 
+@pytest.mark.rest
 def test_experts_and_context_are_estimated() -> None:
     found = search(job("mixtral-8x7b", 16, 16))
     degrees = {(plan.layout.context > 1, plan.layout.experts > 1) for plan in found.fitting}
@@ -358,6 +363,7 @@ def test_experts_and_context_are_estimated() -> None:
     assert all(plan.price.sent["experts"].seconds > 0 for plan in found.fitting if plan.layout.experts > 1)
 
 
+@pytest.mark.rest
 def test_reasons() -> None:
     found = search(job("llama3-70b", 64, 128))
     best = found.best
@@ -377,6 +383,7 @@ def test_reasons() -> None:
     assert any(": again +" in reason.why or ": tensor +" in reason.why for reason in said.values())
 
 
+@pytest.mark.rest
 def test_plans_that_the_program_lacks_are_marked_below_those_that_it_has() -> None:
     long = replace(find("llama3-8b"), context=32768)
     for software, lacks in ((MPITRAIN, True), (LLAMA_2024, False)):
@@ -420,6 +427,7 @@ def test_learning_rate() -> None:
         scaled(1e-3, 100, 400, "cube")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("machine", [H100, CPU], ids=lambda machine: machine.name)
 def test_plans_are_settings(tmp_path: Path, machine: object) -> None:
     """Of the layouts that the present settings have: those without a pipeline."""

@@ -128,6 +128,7 @@ def test_steps_equal_those_of_a_plain_simulation(data: st.DataObject) -> None:
     assert found == pytest.approx(max(plainly(job, copy, took) for copy in range(job.copies)), rel=1e-9)
 
 
+@pytest.mark.rest
 def test_jitter_has_the_effect_that_it_has_in_a_plain_simulation() -> None:
     schedule = SCHEDULES["zb-h1"](3, 5)
     job = Job(schedule, (Times(1, 1.5, 0.5, 0.1),), copies=2, tensor_ranks=2, jitter=0.3, slow_ranks=1)
@@ -222,6 +223,7 @@ def test_a_run_ends_at_its_hour() -> None:
     assert (run.total_s, run.steps, run.training_s) == (3600, 900, 3600)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("interval", "cost", "restart", "mtbf_hours"),
     [(100, 20, 300, 3), (20, 5, 3000, 1), (400, 60, 0, 2), (5, 1, 60, 0.2)],
@@ -351,6 +353,7 @@ def test_figures_are_json_also_without_failures() -> None:
     assert told["ranks"] == 1
 
 
+@pytest.mark.rest
 def test_thousands_of_ranks_take_seconds() -> None:
     """About one second on one core."""
     job = Job(
@@ -364,6 +367,7 @@ def test_thousands_of_ranks_take_seconds() -> None:
     assert outcome.ideal_s < outcome.with_jitter_s < outcome.mean_step_s
 
 
+@pytest.mark.rest
 def test_draws_a_picture(tmp_path: Path) -> None:
     for name, job in (("failing", failing_run(jitter=0.1, hours=48)), ("plain", failing_run(mtbf_hours=inf, hours=1))):
         path = tmp_path / f"{name}.svg"

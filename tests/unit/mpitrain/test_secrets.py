@@ -88,6 +88,7 @@ def contents(path: Path) -> Iterator[bytes]:
         yield zlib.decompress(base64.b64decode(packed))
 
 
+@pytest.mark.rest
 def test_twenty_secrets_are_in_no_artefact_of_a_run(tmp_path: Path, address: str) -> None:
     """The second launch has another signature: it goes on with the same data, and no setting has changed but the steps. It ends with an
     error of the user's code."""

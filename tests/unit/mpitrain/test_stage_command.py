@@ -11,6 +11,7 @@ from mpitrain.stages.schedules import SCHEDULES
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.rest
 def test_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert schedules_command.main(["check", "--ranks", "3", "--micro-batches", "4", "--seconds", "0.1"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:7]]

@@ -15,6 +15,7 @@ from mpitrain.stages.schedules.timeline import timeline
 from tests.helpers.extent import extent
 
 
+@pytest.mark.rest
 def test_small_and_drawn_schedules_are_proved() -> None:
     proved = [check(schedule) for schedule in small_schedules(*extent((6, 12), (16, 32)))]
     proved += [check(schedule) for schedule in islice(drawn_schedules(seed=0), extent(12, 100))]

@@ -406,6 +406,7 @@ def test_the_lock_of_a_process_that_has_ended_on_this_host_is_removed(tmp_path: 
 # Agents
 
 
+@pytest.mark.rest
 def test_agents_of_users_and_batch_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_agent("ssh -p 22").command("far", 0, "a 'b'") == [
         "ssh",
@@ -454,6 +455,7 @@ def test_the_sweep_ends_what_has_the_mark_and_nothing_else() -> None:
             process.wait()
 
 
+@pytest.mark.rest
 def test_the_sweep_lets_a_command_of_an_event_come_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the copy of a checkpoint, which a rank has started before it died."""
     with monkeypatch.context() as rank:

@@ -63,6 +63,7 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path, monkeypat
     assert (own / "copy-abc-x").exists()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("reason", "num_left"), [("finished", 0), ("stopped", 0), ("refused", 1)])
 def test_a_run_that_ends_with_a_checkpoint_leaves_none(
     reason: str, num_left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -38,6 +38,7 @@ def config(tmp_path: Path) -> DataConfig:
     return DataConfig(sources=sources, cache=str(tmp_path / "cache"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("piece_bytes", [1, 600, 2000, 10**6, None])
 def test_pieces_have_each_document_once(config: DataConfig, piece_bytes: int | None) -> None:
     origins = find(config)

@@ -109,6 +109,7 @@ def test_signals_to_all_processes_of_a_step_do_not_end_a_command(tmp_path: Path)
     assert said == []
 
 
+@pytest.mark.rest
 def test_a_command_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alerts, "COMMAND_S", 1)
     said: list[str] = []

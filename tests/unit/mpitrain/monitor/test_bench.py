@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.monitoring.monitoring_command import main
 
+pytestmark = pytest.mark.rest
+
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--rounds", "1", "--steps", "3", "--most-steps", "60"]) == 0

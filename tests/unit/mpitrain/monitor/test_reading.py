@@ -133,6 +133,7 @@ def test_the_last_begin_before_the_events_that_are_read_is_kept(
     assert steps[-5:] == [1, *range(num_after)][-5:] and len(run.events) <= 7
 
 
+@pytest.mark.rest
 def test_the_time_of_texts_is_bounded() -> None:
     """Of texts with words that secrets have, two million characters are searched; others are told by their length."""
     text = Readable()

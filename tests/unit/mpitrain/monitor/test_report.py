@@ -275,6 +275,7 @@ def test_odd_runs_have_a_page(tmp_path: Path, options: dict[str, Any]) -> None:
     assert bool(data["charts"]) == bool(options["steps"])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("ranks", "steps", "most_bytes"), [(2, 10_000, 400_000), (1024, 300, 250_000)])
 def test_a_page_of_many_steps_or_ranks_is_small(tmp_path: Path, ranks: int, steps: int, most_bytes: int) -> None:
     folder = write_run(tmp_path / "a", steps=steps, ranks=ranks)
@@ -321,6 +322,7 @@ def test_several_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [series["run"] for series in data["charts"][0]["series"]] == [0, 1]
 
 
+@pytest.mark.rest
 def test_images_for_papers(tmp_path: Path) -> None:
     """All images of an old run, which has few, and a heat map."""
     image = pytest.importorskip("PIL.Image")

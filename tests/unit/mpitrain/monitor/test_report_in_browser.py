@@ -101,6 +101,7 @@ def step(text: str) -> int:
     return int(text.removeprefix("step ").replace(",", ""))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_all_charts_are_drawn(browser: Any, page_of_run: Path, theme: str) -> None:
     opened = Opened(browser, page_of_run, theme=theme)
@@ -221,6 +222,7 @@ def test_a_narrow_window_needs_no_sideways_scroll(browser: Any, page_of_run: Pat
     opened.close()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "options",
     [
@@ -239,6 +241,7 @@ def test_odd_runs(browser: Any, tmp_path: Path, options: dict[str, Any]) -> None
     opened.close()
 
 
+@pytest.mark.rest
 def test_several_runs(browser: Any, tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, steps=steps, seed=steps) for name, steps in (("long", 3000), ("short", 500))]
     assert main([*map(str, folders), "--out", str(tmp_path / "both.html")]) == 0

@@ -349,6 +349,7 @@ def test_another_id_is_replaced_with_a_word(tmp_path: Path, kept: str, capsys: p
     assert f"wandb.id: expected an id of 1 to 128 characters without :;,#?/', got {kept!r:.200}; takes {new}" in said
 
 
+@pytest.mark.rest
 def test_wandb_has_every_figure_offline(offline: Path) -> None:
     (offline / "wandb.id").write_text("exp.v2\n")
     live_twice("wandb", offline)
@@ -388,6 +389,7 @@ def test_wandb_has_every_figure_offline(offline: Path) -> None:
     assert "step" in axes
 
 
+@pytest.mark.rest
 def test_trackio_has_each_step_once(offline: Path) -> None:
     live_twice("trackio", offline)
     name = f"run-{(offline / 'trackio.id').read_text().strip()}"
@@ -403,6 +405,7 @@ def test_trackio_has_each_step_once(offline: Path) -> None:
     assert alerts == [("run: spike",)]
 
 
+@pytest.mark.rest
 def test_a_sink_that_is_left_holds_up_nothing_and_passes_on_what_it_has(offline: Path) -> None:
     """A run goes back twice while trackio still starts; each time more waits for it than a pipe takes (64 kB)."""
     (sink,) = make_sinks(("trackio",))
@@ -430,6 +433,7 @@ def test_a_sink_that_is_left_holds_up_nothing_and_passes_on_what_it_has(offline:
     assert lives == [(step, 1 + (step > 20) + (step > 40)) for step in range(1, 43)]
 
 
+@pytest.mark.rest
 def test_a_tool_that_fails_says_so_at_a_later_step(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_SERVER_URL", "no-url")
     sink = opened("trackio", offline)

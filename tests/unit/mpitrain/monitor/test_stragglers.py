@@ -47,6 +47,7 @@ def test_ranks_of_other_stages_are_not_compared() -> None:
     assert not any(step(alone, [1.0, 9.0, 1.0], [3] * 3) for _ in range(50))
 
 
+@pytest.mark.rest
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.floats(0, 1), st.integers(0, 4))
 def test_unequal_rows_are_no_straggler_and_hide_none(rows: list[int], fixed: float, slow: int) -> None:
     """Each rank takes a fixed time, and a time for each of its rows."""
@@ -62,6 +63,7 @@ def test_unequal_rows_are_no_straggler_and_hide_none(rows: list[int], fixed: flo
     assert found[-1] == [rank]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("noise", ["normal", "heavy"])
 def test_noise_makes_no_straggler(noise: str) -> None:
     rng = np.random.default_rng(0)

@@ -176,6 +176,7 @@ def many_ranks(file: Path, num: int, num_slices: int) -> None:
     file.write_bytes(gzip.compress(text.encode(), 1))
 
 
+@pytest.mark.rest
 def test_the_picture_of_many_ranks_has_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit counts the events of these alone."""
     file, svg = tmp_path / "traces/step-00000001.json.gz", tmp_path / "x.svg"
@@ -229,6 +230,7 @@ def answering(run: Path, act: str) -> Iterator[None]:
         lock.release()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("act", "expected"),
     [("traces", ""), ("fails", "the disk is full"), ("ends", "the run ended before the end of the trace")],
