@@ -38,7 +38,8 @@ def writing(option: str, path: Path, *, is_folder: bool = False) -> Iterator[Non
 
 def recorder(width: int) -> Console:
     """A console that prints nothing, and keeps what it is given for `write_svg`."""
-    return Console(highlight=False, width=width, record=True, force_terminal=True, file=io.StringIO())
+    # With a height rich keeps the width also where TERM is dumb
+    return Console(highlight=False, width=width, height=25, record=True, force_terminal=True, file=io.StringIO())
 
 
 def write_svg(shown: Console, file: Path, *, title: str) -> None:
