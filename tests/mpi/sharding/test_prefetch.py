@@ -102,7 +102,7 @@ class Log:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     log = Log()
-    begin, fill, empty = Gathered.begin_fill, Gathered.fill, Gathered.empty
+    begin, fill, free = Gathered.begin_fill, Gathered.fill, Gathered.free
 
     def begin_fill(self: Gathered, shard: torch.Tensor, *, ahead: bool = True) -> None:
         if ahead:
@@ -115,14 +115,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
             log.used(self)
         return done
 
-    def empty_(self: Gathered, **options: Any) -> None:
+    def free_(self: Gathered, **options: Any) -> None:
         if log.ahead.pop(self, 0):
             log.events.append(("in vain", self.nbytes))
-        empty(self, **options)
+        free(self, **options)
 
     monkeypatch.setattr(Gathered, "begin_fill", begin_fill)
     monkeypatch.setattr(Gathered, "fill", fill_)
-    monkeypatch.setattr(Gathered, "empty", empty_)
+    monkeypatch.setattr(Gathered, "free", free_)
     return log
 
 
